@@ -1,0 +1,66 @@
+"""What the scheduler tells the workers each step, and what they answer.
+
+New requests travel in full; requests that the workers know travel as differences. A preempted request is forgotten by
+the workers and comes back as new, with all its tokens: one path, so worker state cannot drift from the scheduler's.
+Block ids are one list per KV group.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from inferd.engine.messages import MultimodalFeature
+from inferd.engine.params import SamplingParams
+
+BlockIds = tuple[list[int], ...]
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    request_id: str
+    token_ids: list[int]  # prompt, and for a resumed request also what it had generated
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int  # always set: the request's own, or one drawn at admission
+    block_ids: BlockIds
+    num_computed_tokens: int
+    features: list[MultimodalFeature] | None = None
+
+
+class KnownRequests(msgspec.Struct, array_like=True):
+    """Parallel lists over the scheduled requests that the workers already hold."""
+
+    request_ids: list[str] = []
+    new_block_ids: list[BlockIds | None] = []  # appended to the block table
+    num_computed_tokens: list[int] = []
+
+
+class SharedPrefix(msgspec.Struct, array_like=True):
+    """Requests whose block tables begin with the same `num_blocks` blocks, all of them already computed.
+
+    Attention may read those blocks once for all of them and merge by log-sum-exp.
+    """
+
+    num_blocks: int
+    request_ids: list[str]
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    step: int
+    new: list[NewRequest]
+    known: KnownRequests
+    num_scheduled_tokens: dict[str, int]  # > 0 each
+    total_num_scheduled_tokens: int  # the sum of the above
+    shared_prefixes: list[SharedPrefix]  # disjoint
+    finished_ids: list[str]  # forget these; sent even when nothing else runs
+    preempted_ids: list[str]  # forget these too; they come back as new
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute and nothing to forget."""
+        return not (self.num_scheduled_tokens or self.finished_ids or self.preempted_ids)
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """Sampled tokens by request id: none for a chunk that did not reach the request's last known token."""
+
+    sampled_token_ids: dict[str, list[int]]

@@ -1,0 +1,79 @@
+"""One request inside the scheduler."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from inferd.engine.messages import AddRequest, FinishReason
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+BlockHasher = Callable[["Request"], list[bytes]]
+
+
+class Request:
+    """Token bookkeeping of one request; owned and changed by the scheduler alone.
+
+    There is no prefill and no decode: `num_computed_tokens` chases `num_tokens`, and with asynchronous scheduling
+    `num_output_placeholders` stands for tokens that are sampled but not yet known here.
+    """
+
+    def __init__(self, add: AddRequest, *, seed: int, max_tokens: int, block_hasher: BlockHasher | None = None) -> None:
+        self.request_id = add.request_id
+        self.params = add.params
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.priority = add.priority
+        self.client = add.client
+        self.lane = add.lane
+        self.arrival_time_s = add.arrival_time_s
+        self.cache_salt = add.cache_salt
+        self.features = add.features
+        self.num_prompt_tokens = len(add.prompt_token_ids)
+        self.token_ids = list(add.prompt_token_ids)  # prompt, then output
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the cache at first admission
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.block_hashes: list[bytes] = []  # one per full hash block, grown as tokens come
+        self._block_hasher = block_hasher
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self._extend_hashes()
+
+    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def _extend_hashes(self) -> None:
+        if self._block_hasher is not None:
+            self.block_hashes.extend(self._block_hasher(self))

@@ -1,0 +1,84 @@
+"""Every message between processes comes back from its bytes as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from inferd.engine.core.output import (
+    KnownRequests,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    SharedPrefix,
+)
+from inferd.engine.messages import (
+    Abort,
+    AddRequest,
+    Call,
+    CallReply,
+    EngineHello,
+    EngineOutput,
+    EngineOutputs,
+    EngineReady,
+    EngineStartFailed,
+    FinishReason,
+    MultimodalFeature,
+    SchedulerStats,
+    Shutdown,
+    ToEngine,
+)
+from inferd.engine.params import OutputKind, SamplingParams
+
+PARAMS = SamplingParams(temperature=0.5, stop=["a", "b"], stop_token_ids=[3], output_kind=OutputKind.DELTA)
+
+TO_ENGINE = [
+    AddRequest("r-1", [1, 2], PARAMS, 12.5, priority=3, cache_salt="s", features=[MultimodalFeature("d", 1, 2)]),
+    Abort(["r-1", "r-2"]),
+    Call(7, "stats", [1, "x"]),
+    Shutdown(2.5),
+]
+OTHERS: list[tuple[Any, Any]] = [
+    (
+        EngineOutputs(
+            [EngineOutput("r-1", [5], FinishReason.STOP, stop_reason=5, num_cached_tokens=16)],
+            SchedulerStats(step=9, running=2),
+            CallReply(7, {"a": [1]}),
+        ),
+        EngineOutputs,
+    ),
+    (EngineReady(1, 2048, 100, 16, 50, "float32", 0.5, ["because"]), EngineHello),
+    (EngineStartFailed("no", "load_error", "trace"), EngineHello),
+    (
+        SchedulerOutput(
+            step=3,
+            new=[NewRequest("r-1", [1, 2, 3], 3, PARAMS, 42, ([1, 2],), 0)],
+            known=KnownRequests(["r-2"], [([4],)], [7]),
+            num_scheduled_tokens={"r-1": 3, "r-2": 1},
+            total_num_scheduled_tokens=4,
+            shared_prefixes=[SharedPrefix(1, ["r-1", "r-2"])],
+            finished_ids=["r-0"],
+            preempted_ids=[],
+        ),
+        SchedulerOutput,
+    ),
+    (ModelRunnerOutput({"r-1": [5], "r-2": []}), ModelRunnerOutput),
+]
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_to_engine(message: ToEngine) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine) == message
+
+
+@pytest.mark.parametrize(("message", "kind"), OTHERS, ids=lambda value: type(value).__name__)
+def test_from_engine(message: Any, kind: Any) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x80", b"\xc1", b"cos\nsystem\n(S'touch canary'\ntR."])
+def test_foreign_frames_are_a_typed_error(frame: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.msgpack.decode(frame, type=ToEngine)
