@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from inferd.engine.config import Dtype, ModelConfig, RopeConfig
 from inferd.engine.errors import LoadError
@@ -27,14 +27,14 @@ class Architecture:
 
     qkv_bias: bool = False  # always on, whatever config.json says
     qk_norm: bool = False
-    window_needs_switch: bool = False  # `sliding_window` counts only with `use_sliding_window`
+    window: Literal["never", "if given", "if switched on"] = "never"  # what `sliding_window` means
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window_needs_switch=True),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, window_needs_switch=True),
+    "MistralForCausalLM": Architecture(window="if given"),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window="if switched on"),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, window="if switched on"),
 }
 
 
@@ -152,13 +152,16 @@ def _rope(fields: _Fields) -> RopeConfig:
 
 
 def _window(fields: _Fields, architecture: Architecture) -> int | None:
-    window = fields.optional_whole("sliding_window")
-    if architecture.window_needs_switch and not fields.flag("use_sliding_window", False):
+    """The window of every layer. Raises `LoadError` where some layers have one and others not."""
+    if architecture.window == "never" or fields.values.get("sliding_window") is None:
+        return None
+    if architecture.window == "if switched on" and not fields.flag("use_sliding_window", False):
         return None
     layer_types = fields.values.get("layer_types")
-    if window is not None and isinstance(layer_types, list) and len(set(layer_types)) > 1:
-        raise fields.error("layer_types", "layers with and without a sliding window in one model are not supported")
-    return window
+    full_layers = fields.optional_whole("max_window_layers") if architecture.window == "if switched on" else None
+    if (isinstance(layer_types, list) and len(set(layer_types)) > 1) or full_layers:
+        raise fields.error("sliding_window", "layers with and without a window in one model are not supported")
+    return fields.whole("sliding_window")
 
 
 def _eos_token_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+
 from inferd.engine.errors import InvalidRequest
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow float32
@@ -42,8 +43,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
+        stop = cast(object, self.stop)
+        if isinstance(stop, str):  # what callers write for one stop string
+            self.stop = [stop]
         if self.top_k == -1:
             self.top_k = 0
         self._check_numbers()

@@ -1,0 +1,214 @@
+"""An executor without a model: it replays the scheduler's output as a worker would, and checks every word of it.
+
+Each slot of its KV memory holds a digest of all tokens up to the one stored there. So a block that is hit by the wrong
+request, evicted while in use, or overwritten is found at the step where it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
+from inferd.engine.core.output import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput, SharedPrefix
+from inferd.engine.params import SamplingParams
+
+T = TypeVar("T")
+NextToken = Callable[[Sequence[int]], int]
+
+_MODULUS = (1 << 61) - 1
+
+
+def digest_after(digest: int, token_id: int) -> int:
+    """Digest of a token sequence from the digest of all but its last token."""
+    return (digest * 1_000_003 + token_id + 1) % _MODULUS
+
+
+def scrambled(vocab_size: int) -> NextToken:
+    """The next token as a function of all tokens before it, and of nothing else."""
+
+    def next_token(token_ids: Sequence[int]) -> int:
+        digest = 0
+        for token_id in token_ids:
+            digest = digest_after(digest, token_id)
+        return digest // 7 % vocab_size
+
+    return next_token
+
+
+@dataclass
+class FakeRow:
+    """What a worker knows of one request."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    block_ids: BlockIds
+    num_computed_tokens: int
+
+
+class FakeWorker:
+    """Worker state rebuilt from nothing but `SchedulerOutput`s and its own samples."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.rows: dict[str, FakeRow] = {}
+        self.memory: dict[int, int] = {}  # slot → digest; a slot never written is absent
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take over what changed, then store the step's tokens; afterwards `sample` may be called once."""
+        scheduled = output.num_scheduled_tokens
+        assert output.total_num_scheduled_tokens == sum(scheduled.values())
+        self._forget(output.finished_ids + output.preempted_ids)
+        for new in output.new:
+            self._add(new)
+        self._update_known(output)
+        assert sorted(scheduled) == sorted([new.request_id for new in output.new] + output.known.request_ids)
+        for prefix in output.shared_prefixes:
+            self._check_shared(prefix, scheduled)
+        assert len(set(self._members(output))) == len(self._members(output)), "a request is in two shared prefixes"
+        self._store(scheduled)
+        for request_id in scheduled:
+            self._check_memory(request_id, scheduled[request_id])
+
+    def sample(self, scheduled: Mapping[str, int], next_token: NextToken) -> dict[str, list[int]]:
+        """Advance, and sample for each request that has caught up with its known tokens."""
+        sampled: dict[str, list[int]] = {}
+        for request_id, num_tokens in scheduled.items():
+            row = self.rows[request_id]
+            row.num_computed_tokens += num_tokens
+            if row.num_computed_tokens == len(row.token_ids):
+                sampled[request_id] = [next_token(row.token_ids)]
+                row.token_ids += sampled[request_id]
+        return sampled
+
+    def _forget(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            assert request_id in self.rows, f"told to forget {request_id}, which is not here"
+            del self.rows[request_id]
+
+    def _add(self, new: NewRequest) -> None:
+        assert new.request_id not in self.rows, f"{new.request_id} came as new while it is here"
+        self.rows[new.request_id] = FakeRow(
+            list(new.token_ids),
+            new.num_prompt_tokens,
+            new.params,
+            new.seed,
+            tuple(list(ids) for ids in new.block_ids),
+            new.num_computed_tokens,
+        )
+
+    def _update_known(self, output: SchedulerOutput) -> None:
+        known = output.known
+        columns = zip(known.request_ids, known.new_block_ids, known.num_computed_tokens, strict=True)
+        for request_id, new_block_ids, num_computed_tokens in columns:
+            row = self.rows[request_id]
+            assert row.num_computed_tokens == num_computed_tokens, f"{request_id}: worker and scheduler differ"
+            for table, ids in zip(row.block_ids, new_block_ids or ([],) * len(row.block_ids), strict=True):
+                table += ids
+
+    def _store(self, scheduled: Mapping[str, int]) -> None:
+        """Every row's keys and values, before any row attends."""
+        written: set[int] = set()
+        for request_id, num_tokens in scheduled.items():
+            row = self.rows[request_id]
+            end = row.num_computed_tokens + num_tokens
+            assert num_tokens > 0, f"{request_id} is scheduled for nothing"
+            assert end <= len(row.token_ids), f"{request_id} is scheduled past its known tokens"
+            digests = self._digests(row.token_ids[:end])
+            for position in range(row.num_computed_tokens, end):
+                slot = self._slot(row, position)
+                assert slot not in written, f"slot {slot} is written twice in one step"
+                written.add(slot)
+                self.memory[slot] = digests[position]
+
+    def _check_memory(self, request_id: str, num_tokens: int) -> None:
+        row = self.rows[request_id]
+        for position, digest in enumerate(self._digests(row.token_ids[: row.num_computed_tokens + num_tokens])):
+            assert self.memory.get(self._slot(row, position)) == digest, f"{request_id}: wrong KV at {position}"
+
+    def _check_shared(self, prefix: SharedPrefix, scheduled: Mapping[str, int]) -> None:
+        """Equal blocks, and all of them computed before this step: their memory is right already."""
+        assert prefix.num_blocks > 0
+        assert len(prefix.request_ids) > 1
+        assert all(request_id in scheduled for request_id in prefix.request_ids)
+        rows = [self.rows[request_id] for request_id in prefix.request_ids]
+        leading = {tuple(row.block_ids[0][: prefix.num_blocks]) for row in rows}
+        assert len(leading) == 1, f"tables differ within the shared prefix of {prefix.request_ids}"
+        num_tokens = prefix.num_blocks * self._block_size
+        for row in rows:
+            assert row.num_computed_tokens >= num_tokens
+            for position, digest in enumerate(self._digests(row.token_ids[:num_tokens])):
+                assert self.memory.get(self._slot(row, position)) == digest, f"shared prefix not computed: {position}"
+
+    def _slot(self, row: FakeRow, position: int) -> int:
+        block_id = row.block_ids[0][position // self._block_size]
+        assert 0 < block_id < self._num_blocks, f"block {block_id} is the null block or does not exist"
+        return block_id * self._block_size + position % self._block_size
+
+    @staticmethod
+    def _digests(token_ids: Sequence[int]) -> list[int]:
+        digests, digest = [], 0
+        for token_id in token_ids:
+            digest = digest_after(digest, token_id)
+            digests.append(digest)
+        return digests
+
+    @staticmethod
+    def _members(output: SchedulerOutput) -> list[str]:
+        return [request_id for prefix in output.shared_prefixes for request_id in prefix.request_ids]
+
+
+class FakeExecutor:
+    """Keeps the `Executor` protocol with a `FakeWorker`; remembers every output it was given."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        kv_bytes: int = 1 << 20,
+        next_token: NextToken | None = None,
+    ) -> None:
+        self.outputs: list[SchedulerOutput] = []
+        self.worker: FakeWorker | None = None
+        self.is_shut_down = False
+        self._spec = KVSpec(block_size, num_kv_heads=1, head_size=2, dtype="float32")
+        self._kv_bytes = kv_bytes
+        self._next_token = next_token or scrambled(vocab_size=97)
+
+    def kv_specs(self) -> dict[str, KVSpec]:
+        return {"layers.0": self._spec, "layers.1": self._spec}
+
+    def available_kv_bytes(self) -> int:
+        return self._kv_bytes
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self.worker = FakeWorker(config.num_blocks, self._spec.block_size)
+
+    def warm_up(self) -> None:
+        assert self.worker is not None, "warmed up before there is a KV cache"
+
+    def execute_model(self, output: SchedulerOutput) -> Future[None]:
+        assert self.worker is not None
+        self.outputs.append(output)
+        self.worker.apply(output)
+        return _done(None)
+
+    def sample_tokens(self, bitmask: Any | None = None) -> Future[ModelRunnerOutput]:
+        assert self.worker is not None
+        assert bitmask is None
+        sampled = self.worker.sample(self.outputs[-1].num_scheduled_tokens, self._next_token)
+        return _done(ModelRunnerOutput(sampled))
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
