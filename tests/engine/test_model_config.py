@@ -105,6 +105,16 @@ def test_qwen2_has_biases_on_q_k_v_only(read: Read) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"dtype": "float8"}, "dtype"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            "with and without a window",
+        ),
         ({"eos_token_id": "x"}, "eos_token_id"),
     ],
 )

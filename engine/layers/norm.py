@@ -1,0 +1,28 @@
+"""Root-mean-square norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from inferd.engine.layers.target import BuildTarget
+from inferd.engine.layers.weights import Placement, WeightLayer
+
+
+class RMSNorm(WeightLayer):
+    """Over the last dimension of `size`; the same on every rank."""
+
+    def __init__(self, size: int, eps: float, target: BuildTarget) -> None:
+        super().__init__(target)
+        self.add_weight("weight", (size,), {None: Placement.whole(size)})
+        self._weight = self.get_parameter("weight").data  # the same memory, reached without Module's slow lookup
+        self._eps = eps
+        self._rms_norm = target.ops.rms_norm
+        self._add_rms_norm = target.ops.add_rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., size] -> [..., size]."""
+        return self._rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), [n, size] each."""
+        return self._add_rms_norm(x, residual, self._weight, self._eps)
