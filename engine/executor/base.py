@@ -16,6 +16,11 @@ class Executor(Protocol):
     computed, and what lets the next step be scheduled early. Any exception out of a future is fatal to the engine.
     """
 
+    @property
+    def decisions(self) -> list[str]:
+        """A sentence per choice made while loading: kernels, attention backend."""
+        ...
+
     def kv_specs(self) -> dict[str, KVSpec]:
         """Layer name → what that layer keeps per token."""
         ...

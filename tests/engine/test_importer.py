@@ -330,14 +330,12 @@ child.wait()
 
 
 @pytest.fixture(scope="module")
-def real_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """SmolLM2-135M-Instruct as a GGUF file, and its imported folder."""
-    name = os.environ.get("INFERD_TEST_MODEL")
-    if name is None:
-        pytest.skip("INFERD_TEST_MODEL names no SmolLM2-135M-Instruct GGUF file")
+def real_model(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The default model's GGUF file, and a folder that it was just imported into."""
+    (source,) = bundled_model.glob("*.gguf")
     folder = tmp_path_factory.mktemp("real")
-    import_gguf(Path(name), folder)
-    return Path(name), folder
+    import_gguf(source, folder)
+    return source, folder
 
 
 def test_real_tokenizer(real_model: tuple[Path, Path]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from inferd.engine.config import Dtype
+
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class KVSpec:
     block_size: int  # tokens per block (page)
     num_kv_heads: int
     head_size: int
-    dtype: str
+    dtype: Dtype
 
     @property
     def token_bytes(self) -> int:

@@ -1,0 +1,147 @@
+"""The persistent batch: every request that the worker knows, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inferd.engine.core.output import KnownRequests, NewRequest
+from inferd.engine.errors import EngineError
+from inferd.engine.sampling.batch import SamplingBatch, SamplingColumns
+from inferd.engine.worker.block_table import BlockTable
+
+_FIRST_TOKEN_COLUMNS = 1024  # the token buffer starts this wide and doubles: most contexts stay far below their limit
+
+
+class InputBatch:
+    """Per-request arrays, filled from the scheduler's differences.
+
+    A removed row leaves a hole that the next added request fills; `condense` closes the holes that are left, so that
+    rows [0, len(batch)) are in use. A request that is alive but not scheduled keeps its row. The worker appends the
+    tokens that it samples, so they never travel back.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int], eos_token_ids: Sequence[int]
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.token_ids = np.zeros((max_num_seqs, min(max_model_len, _FIRST_TOKEN_COLUMNS)), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)  # known ones: prompt and sampled
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
+        self.request_ids = np.empty(max_num_seqs, object)
+        self.sampling = SamplingColumns(max_num_seqs, eos_token_ids)
+        self.block_tables = tuple(BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes)
+        self._rows: dict[str, int] = {}
+        self._holes: list[int] = []  # unused rows below `_end`
+        self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def row(self, request_id: str) -> int:
+        """Raises EngineError for an id that was never added, or removed since."""
+        try:
+            return self._rows[request_id]
+        except KeyError:
+            raise EngineError(f"the worker was asked to run request {request_id!r}, which it does not hold") from None
+
+    def add(self, new: NewRequest) -> int:
+        if new.request_id in self._rows:
+            raise EngineError(f"request {new.request_id!r} was sent to the worker as new, but it holds it already")
+        num_tokens = len(new.token_ids)
+        self._reserve_tokens(num_tokens)
+        row = self._take_row()
+        self._rows[new.request_id] = row
+        self.request_ids[row] = new.request_id
+        self.token_ids[row, :num_tokens] = new.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self.sampling.set(row, new.params, new.seed)
+        for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
+            table.set(row, block_ids)
+        return row
+
+    def remove(self, request_id: str) -> None:
+        """Unknown ids are ignored: a request may end before the worker has heard of it."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._holes.append(row)
+
+    def update(self, known: KnownRequests) -> None:
+        for request_id, block_ids, num_computed in zip(
+            known.request_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        ):
+            row = self.row(request_id)
+            self.num_computed_tokens[row] = num_computed
+            if block_ids is not None:
+                for table, ids in zip(self.block_tables, block_ids, strict=True):
+                    table.append(row, ids)
+
+    def condense(self) -> None:
+        """Move the last rows into the holes that are left."""
+        holes = set(self._holes)
+        for hole in sorted(holes):
+            while self._end - 1 in holes:
+                self._end -= 1
+            if hole >= self._end:
+                break
+            self._end -= 1
+            self._move(self._end, hole)
+            holes.discard(hole)
+        self._holes.clear()
+
+    def append_tokens(self, rows: NDArray[np.intp], token_ids: NDArray[np.int64]) -> None:
+        """One sampled token to each of `rows`."""
+        lengths = self.num_tokens[rows]
+        self._reserve_tokens(int(lengths.max(initial=0)) + 1)
+        self.token_ids[rows, lengths] = token_ids
+        self.num_tokens[rows] = lengths + 1
+
+    def sampling_batch(self, rows: NDArray[np.intp], device: torch.device) -> SamplingBatch:
+        num_tokens = self.num_tokens[rows]
+        num_output_tokens = num_tokens - self.num_prompt_tokens[rows]
+        return self.sampling.select(rows, self.request_ids[rows].tolist(), num_tokens, num_output_tokens, device)
+
+    @property
+    def _arrays(self) -> list[NDArray[Any]]:
+        """Everything that belongs to a row, and so moves with it."""
+        return [
+            self.token_ids,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.request_ids,
+            *self.sampling.arrays,
+            *(array for table in self.block_tables for array in table.arrays),
+        ]
+
+    def _move(self, source: int, target: int) -> None:
+        for array in self._arrays:
+            array[target] = array[source]
+        self._rows[self.request_ids[target]] = target
+
+    def _take_row(self) -> int:
+        if self._holes:
+            return self._holes.pop()
+        if self._end == len(self.num_tokens):
+            raise EngineError(f"the worker was sent more requests than max_num_seqs={len(self.num_tokens)}")
+        self._end += 1
+        return self._end - 1
+
+    def _reserve_tokens(self, num_tokens: int) -> None:
+        if num_tokens > self.max_model_len:
+            raise EngineError(f"a request reached {num_tokens} tokens, above max_model_len={self.max_model_len}")
+        num_rows, width = self.token_ids.shape
+        if num_tokens > width:
+            grown = np.zeros((num_rows, min(self.max_model_len, max(num_tokens, 2 * width))), np.int32)
+            grown[:, :width] = self.token_ids
+            self.token_ids = grown
