@@ -1,0 +1,41 @@
+"""Which attention backend serves a model's layers here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from inferd.engine.attention.base import AttentionBackend
+from inferd.engine.attention.torch import TorchBackend
+from inferd.engine.core.kv.spec import KVSpec
+from inferd.engine.errors import ConfigError
+from inferd.kernels.common.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+_BACKENDS: dict[str, Callable[[Ops], AttentionBackend]] = {"TORCH": TorchBackend}  # in order of preference
+
+
+def choose(
+    name: str, ops: Ops, spec: KVSpec, device: torch.device, windows: Sequence[int | None] = (None,)
+) -> AttentionBackend:
+    """The first backend that serves a layer of `spec` with each of `windows`; a name other than "auto" allows one only.
+
+    Raises ConfigError for an unknown name, or with every reason when none can serve.
+    """
+    if name != "auto" and name not in _BACKENDS:
+        raise ConfigError(f"attention_backend={name!r} is unknown; choose one of: auto, {', '.join(_BACKENDS)}")
+    refusals = []
+    for candidate, make in _BACKENDS.items():
+        if name not in ("auto", candidate):
+            continue
+        backend = make(ops)
+        reason = next(filter(None, (backend.supports(spec, device, window) for window in windows)), None)
+        if reason is None:
+            logger.info("attention backend: %s", candidate)
+            return backend
+        logger.info("attention backend %s cannot serve: %s", candidate, reason)
+        refusals.append(f"{candidate}: {reason}")
+    raise ConfigError(f"attention_backend={name!r} cannot serve this model on {device}: " + "; ".join(refusals))

@@ -1,0 +1,12 @@
+"""Gated activations in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` in float32, rounded once; gate_up[n, 2i] holds the gate first -> [n, i]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)

@@ -1,0 +1,57 @@
+"""Builds `Ops` once for a device, a dtype and a choice, and says in a sentence what became of each part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from inferd.kernels.activation import reference as activation
+from inferd.kernels.common.ops import KernelChoice, KernelUnavailable, Ops
+from inferd.kernels.cpu.build import default_cache_dir
+from inferd.kernels.cpu.ops import native_ops
+from inferd.kernels.linear import reference as linear
+from inferd.kernels.norm import reference as norm
+from inferd.kernels.paged_attention import reference as paged_attention
+from inferd.kernels.rope import reference as rope
+
+
+def build_ops(
+    device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto", *, cache_dir: Path | None = None
+) -> Ops:
+    """The operations for activations and weights of `dtype` on `device`.
+
+    "torch" takes the twins everywhere, "auto" what is fastest here, "native" insists on own kernels. `cache_dir` holds
+    compiled kernels and measured thresholds; None: `default_cache_dir()`. The number of threads is torch's at this
+    moment. Raises KernelUnavailable when "native" cannot be served, with the reason.
+    """
+    if choice == "torch":
+        return torch_ops("kernels: plain torch, because kernels='torch' asks for it")
+    try:
+        if device.type != "cpu":
+            raise KernelUnavailable(f"there are none for {device.type} yet")
+        if dtype != torch.bfloat16:
+            raise KernelUnavailable(f"they compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
+        return native_ops(cache_dir or default_cache_dir(), strict=choice == "native")
+    except KernelUnavailable as unavailable:
+        if choice == "native":
+            raise KernelUnavailable(
+                f"kernels='native' cannot be served: {unavailable}; kernels='auto' falls back to plain torch"
+            ) from unavailable
+        return torch_ops(f"kernels: plain torch, because own kernels cannot be used: {unavailable}")
+
+
+def torch_ops(reason: str) -> Ops:
+    """The twins; `reason` is their decision."""
+    return Ops(
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        silu_mul=activation.silu_mul,
+        rope_store=rope.rope_store,
+        make_linear=linear.make_linear,
+        paged_decode=paged_attention.paged_decode,
+        paged_prefill=paged_attention.paged_prefill,
+        prefix_attend=paged_attention.prefix_attend,
+        merge_lse=paged_attention.merge_lse,
+        decisions=(reason,),
+    )
