@@ -10,6 +10,7 @@ import enum
 from typing import Any
 
 import msgspec
+
 from inferd.engine.params import SamplingParams
 
 ENGINE_DEAD = b"ENGINE_DEAD"

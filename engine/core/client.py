@@ -1,0 +1,345 @@
+"""One engine behind three transports: in this process, or another process used synchronously or from asyncio.
+
+All three behave alike. A request that the engine refuses ends as an output with `FinishReason.ERROR`; an unknown id to
+abort is passed over; a failed control call raises `EngineError` at its caller; once the engine is dead, everything
+raises `EngineDeadError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from inferd.engine.build import build_engine
+from inferd.engine.config import EngineArgs
+from inferd.engine.core.launch import OnLine
+from inferd.engine.core.link import EngineLink
+from inferd.engine.errors import EngineDeadError, EngineError
+from inferd.engine.messages import (
+    Abort,
+    AddRequest,
+    Call,
+    CallReply,
+    EngineOutput,
+    EngineOutputs,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+)
+
+START_TIMEOUT_S = 600.0
+SHUTDOWN_GRACE_S = 5.0  # beyond the drain, for the engine to end by itself
+
+
+class EngineCoreClient(Protocol):
+    """The synchronous seam. One thread uses it. `AsyncMPClient` has the same methods as coroutines."""
+
+    ready: EngineReady
+
+    def add(self, request: AddRequest) -> None: ...
+
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Blocks for the answer; outputs that come meanwhile are kept for `get_outputs`."""
+        ...
+
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        """Blocks until the engine has something to say; an empty value when `timeout_s` ran out."""
+        ...
+
+    def shutdown(self, drain_s: float = 0.0) -> None:
+        """Idempotent. What still runs after `drain_s` is aborted."""
+        ...
+
+
+class InprocClient:
+    """Steps the engine in this process, whenever outputs are asked for."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._core, self.ready = build_engine(args)
+        self._pending: list[EngineOutput] = []
+        self._death: str | None = None
+
+    def add(self, request: AddRequest) -> None:
+        self._check_alive()
+        try:
+            self._core.add(request)
+        except EngineError as error:
+            self._pending.append(EngineOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._check_alive()
+        self._pending += self._core.abort(request_ids)
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._check_alive()
+        return _result_of(self._core.call(Call(0, method, list(args))))
+
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        """One step; an idle engine answers at once with an empty value."""
+        self._check_alive()
+        pending, self._pending = self._pending, []
+        if pending or not self._core.has_work:
+            return EngineOutputs(pending, self._core.stats())
+        try:
+            return self._core.step()
+        except Exception as error:
+            self._death = f"the engine is gone: {type(error).__name__}: {error}"
+            raise EngineDeadError(self._death) from error
+
+    def shutdown(self, drain_s: float = 0.0) -> None:
+        """Nothing can be drained: outputs come only when they are asked for."""
+        if self._death is None:
+            self._death = "the engine was shut down"
+            self._core.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+
+class MPClient:
+    """An engine process used from ordinary code. Constructing it waits until the engine is ready."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        run_dir: Path,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        on_line: OnLine | None = None,
+    ) -> None:
+        """Raises what kept the engine from starting: `ConfigError`, `LoadError`, `EngineDeadError`."""
+        self._link = EngineLink(args, run_dir, on_line)
+        self._close = weakref.finalize(self, self._link.close)
+        self._call_ids = itertools.count()
+        self._kept: deque[EngineOutputs] = deque()
+        try:
+            self.ready = self._link.wait_ready(start_timeout_s)
+        except BaseException:
+            self._close()
+            raise
+
+    def add(self, request: AddRequest) -> None:
+        self._link.send(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._link.send(Abort(list(request_ids)))
+
+    def call(self, method: str, *args: Any) -> Any:
+        call_id = next(self._call_ids)
+        self._link.send(Call(call_id, method, list(args)))
+        while True:
+            outputs = self._link.receive(None)
+            if outputs is None:
+                continue
+            if outputs.reply is not None and outputs.reply.call_id == call_id:
+                return _result_of(outputs.reply)
+            if outputs.outputs:
+                self._kept.append(outputs)
+
+    def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
+        if self._kept:
+            return self._kept.popleft()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            outputs = self._link.receive(left_s)
+            if outputs is not None and outputs.outputs:
+                return outputs
+            if left_s == 0.0:
+                return EngineOutputs()
+
+    def shutdown(self, drain_s: float = 0.0) -> None:
+        if self._link.death is None:
+            self._link.ask_to_end(drain_s)
+            self._link.process.wait(drain_s + SHUTDOWN_GRACE_S)
+        self._close()
+
+
+class AsyncMPClient:
+    """An engine process used from one event loop; a thread reads its socket for as long as it lives."""
+
+    def __init__(self, link: EngineLink, inbox: _Inbox) -> None:
+        """For `start`."""
+        self._link = link
+        self._inbox = inbox
+        self._call_ids = itertools.count()
+        self._abandon = weakref.finalize(self, link.process.kill)  # then the reading thread clears up
+
+    @classmethod
+    async def start(
+        cls,
+        args: EngineArgs,
+        run_dir: Path,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        on_line: OnLine | None = None,
+    ) -> AsyncMPClient:
+        """To be called on the main thread. Raises what kept the engine from starting; cancelling it ends the engine."""
+        link = EngineLink(args, run_dir, on_line)
+        inbox = _Inbox()
+        reader = _Reader(link, inbox, asyncio.get_running_loop())
+        threading.Thread(target=reader.run, args=(start_timeout_s,), name="engine-reader", daemon=True).start()
+        try:
+            await asyncio.shield(inbox.ready)
+        except BaseException:
+            link.process.kill()
+            await inbox.closed.wait()
+            raise
+        return cls(link, inbox)
+
+    @property
+    def ready(self) -> EngineReady:
+        return self._inbox.ready.result()
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        return self._link.death
+
+    @property
+    def last_heartbeat_s(self) -> float:
+        """Monotonic time of the engine's last message of any kind."""
+        return self._inbox.last_heartbeat_s
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The newest that the engine sent, which it does with every output."""
+        return self._inbox.stats
+
+    async def add(self, request: AddRequest) -> None:
+        self._link.send(request)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        self._link.send(Abort(list(request_ids)))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        call_id = next(self._call_ids)
+        self._link.send(Call(call_id, method, list(args)))
+        reply = self._inbox.expect(call_id)
+        try:
+            return _result_of(await reply)
+        finally:
+            self._inbox.replies.pop(call_id, None)
+
+    async def get_outputs(self) -> EngineOutputs:
+        """The next message that carries outputs. One caller at a time."""
+        return await self._inbox.get()
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Returns once the engine is gone, however it went."""
+        await self._inbox.closed.wait()
+        return self._link.death or EngineDeadError("the engine is gone")
+
+    def kill(self) -> None:
+        self._link.process.kill()
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Idempotent. Outputs go on arriving during the drain."""
+        if self._abandon.detach() is not None and self._link.death is None:
+            self._link.ask_to_end(drain_s)
+            try:
+                async with asyncio.timeout(drain_s + SHUTDOWN_GRACE_S):
+                    await self._inbox.closed.wait()
+            except TimeoutError:
+                self._link.process.kill()
+        await self._inbox.closed.wait()
+
+
+class _Inbox:
+    """What came from the engine; touched by the event loop alone. Death comes after all that was said before."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[EngineReady] = loop.create_future()
+        self.closed = asyncio.Event()  # the engine is gone and everything of it is cleared up
+        self.replies: dict[int, asyncio.Future[CallReply]] = {}
+        self.last_heartbeat_s = time.monotonic()
+        self.stats = SchedulerStats()
+        self._death: EngineError | None = None
+        self._outputs: deque[EngineOutputs] = deque()
+        self._changed = asyncio.Event()
+
+    def expect(self, call_id: int) -> asyncio.Future[CallReply]:
+        reply: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
+        self.replies[call_id] = reply
+        return reply
+
+    async def get(self) -> EngineOutputs:
+        while not self._outputs:
+            if self._death is not None:
+                raise EngineDeadError(str(self._death))
+            self._changed.clear()
+            await self._changed.wait()
+        return self._outputs.popleft()
+
+    def put_ready(self, ready: EngineReady) -> None:
+        if not self.ready.done():
+            self.ready.set_result(ready)
+
+    def put(self, outputs: EngineOutputs) -> None:
+        self.last_heartbeat_s = time.monotonic()
+        self.stats = outputs.stats or self.stats
+        if outputs.reply is not None:
+            reply = self.replies.get(outputs.reply.call_id)
+            if reply is not None and not reply.done():
+                reply.set_result(outputs.reply)
+        if outputs.outputs:
+            self._outputs.append(outputs)
+            self._changed.set()
+
+    def put_death(self, death: EngineError) -> None:
+        self._death = death
+        if not self.ready.done():
+            self.ready.set_exception(death)
+        for reply in self.replies.values():
+            if not reply.done():
+                reply.set_exception(EngineDeadError(str(death)))
+        self._changed.set()
+
+
+class _Reader:
+    """The thread between an engine's socket and the event loop. It closes the link when the engine is gone."""
+
+    def __init__(self, link: EngineLink, inbox: _Inbox, loop: asyncio.AbstractEventLoop) -> None:
+        self._link = link
+        self._inbox = inbox
+        self._loop = loop
+
+    def run(self, start_timeout_s: float) -> None:
+        death = self._receive_all(start_timeout_s)
+        self._tell(self._inbox.put_death, death)  # before the clearing up, which may take seconds
+        self._link.close()
+        self._tell(self._inbox.closed.set)
+
+    def _receive_all(self, start_timeout_s: float) -> EngineError:
+        try:
+            self._tell(self._inbox.put_ready, self._link.wait_ready(start_timeout_s))
+            while True:
+                outputs = self._link.receive(None)
+                if outputs is not None:
+                    self._tell(self._inbox.put, outputs)
+        except EngineError as error:
+            return error
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            return EngineDeadError(f"the engine's messages cannot be handled: {type(error).__name__}: {error}")
+
+    def _tell(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed, and with it everybody who could be told
+            self._link.process.kill()
+
+
+def _result_of(reply: CallReply) -> Any:
+    if reply.error is not None:
+        raise EngineError(reply.error)
+    return reply.result

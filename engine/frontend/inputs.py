@@ -1,0 +1,121 @@
+"""From what a caller gives to an `AddRequest` that the engine cannot refuse."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import msgspec
+
+from inferd.engine.errors import ContextLengthExceeded, InvalidRequest
+from inferd.engine.frontend.tokenizer import Tokenizer
+from inferd.engine.messages import AddRequest, MultimodalFeature
+from inferd.engine.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class TokensPrompt:
+    prompt_token_ids: list[int]
+    prompt: str | None = None  # the text behind them, only to be shown
+
+
+Prompt = str | list[int] | TokensPrompt
+
+
+class RequestFields(TypedDict, total=False):
+    """What may be said about a request beside its prompt and params; see `AddRequest`."""
+
+    request_id: str  # any name, repeats are fine; drawn when left out
+    priority: int
+    client: str
+    lane: str
+    cache_salt: str | None
+    features: list[MultimodalFeature] | None
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """`request_id` is the caller's and may repeat; `add.request_id` is unique in this process."""
+
+    request_id: str
+    add: AddRequest
+    prompt: str | None
+    warnings: list[str]  # what was changed so that the request can be served
+
+
+class InputProcessor:
+    """Checks prompts against one loaded model. Without a tokenizer only token ids are accepted."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+
+    def process(self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]) -> PreparedRequest:
+        """Raises `InvalidRequest` naming the field, `ContextLengthExceeded` when no token could be generated."""
+        request_id = fields.get("request_id") or f"gen-{secrets.token_hex(8)}"
+        text, token_ids = self._tokens(prompt)
+        self._check_token_ids("prompt", token_ids)
+        self._check_stops(params)
+        room = self._max_model_len - len(token_ids)
+        if room < 1:
+            raise ContextLengthExceeded(len(token_ids), self._max_model_len)
+        params, warnings = fit_max_tokens(params, room)
+        add = AddRequest(
+            request_id=f"{request_id}-{secrets.token_hex(4)}",
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_time_s=time.time(),
+            priority=fields.get("priority", 0),
+            client=fields.get("client", "local"),
+            lane=fields.get("lane", "interactive"),
+            cache_salt=fields.get("cache_salt"),
+            features=fields.get("features"),
+        )
+        return PreparedRequest(request_id, add, text, warnings)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, TokensPrompt):
+            return prompt.prompt, list(prompt.prompt_token_ids)
+        if isinstance(prompt, list):
+            return None, list(prompt)
+        if not isinstance(prompt, str):
+            raise InvalidRequest(
+                f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param="prompt"
+            )
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+        if self._tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; send the prompt as token ids", param="prompt")
+        return prompt, self._tokenizer.encode(prompt)
+
+    def _check_token_ids(self, name: str, token_ids: list[int]) -> None:
+        if name == "prompt" and not token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one token", param=name)
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise InvalidRequest(f"a token id is a whole number, got {token_id!r}", param=name)
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+            raise InvalidRequest(
+                f"token id {bad} is outside the model's vocabulary, 0 to {self._vocab_size - 1}", param=name
+            )
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+
+
+def fit_max_tokens(params: SamplingParams, room: int) -> tuple[SamplingParams, list[str]]:
+    """Params whose `max_tokens` is set and at most `room`, and a sentence when that took something away."""
+    if params.max_tokens is not None and params.max_tokens <= room:
+        return params, []
+    warnings = []
+    if params.max_tokens is not None:
+        warnings.append(f"max_tokens lowered from {params.max_tokens} to {room}: the context has no more room")
+    if params.min_tokens > room:
+        warnings.append(f"min_tokens lowered from {params.min_tokens} to {room}: the context has no more room")
+    return msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)), warnings
