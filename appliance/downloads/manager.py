@@ -1,0 +1,197 @@
+"""A pull from beginning to end: the one way by which a model comes into the library."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from inferd.appliance.downloads.digest import FileHasher, hash_file
+from inferd.appliance.downloads.disk import Disk, sync_file, sync_folder
+from inferd.appliance.downloads.importer import ModelImporter
+from inferd.appliance.downloads.offer import Delivery, Offer, Provider, Staging
+from inferd.appliance.downloads.progress import PullProgress, Report, ignore_progress
+from inferd.appliance.downloads.retry import StopSignal
+from inferd.appliance.downloads.select import GGUF_NAME, quantisation_of
+from inferd.appliance.downloads.source import Scheme, Source, parse_source
+from inferd.appliance.downloads.stagings import Stagings, size_of
+from inferd.appliance.library.errors import ModelNotFound, NameTaken
+from inferd.appliance.library.library import Library
+from inferd.appliance.library.lock import LibraryLock
+from inferd.appliance.library.names import check_name
+from inferd.appliance.library.records import ModelFile, ModelRecord
+
+WAIT_STEP_S = 0.2  # how often a waiting pull looks at the stop signal
+
+
+@dataclass(frozen=True)
+class PullTools:
+    """What a pull works with; `stop` ends all pulls of the service."""
+
+    provider: Callable[[Scheme], Provider]  # called when first needed: some are slow to build
+    importer: ModelImporter
+    disk: Disk
+    stop: StopSignal
+
+
+class PullService:
+    """Blocking, from any thread. Pulls of different models run side by side; two of one model are one download.
+
+    Whenever a pull ends, also by `kill -9`, the library has the old model whole or the new one whole, and what has
+    arrived of an unfinished one is used by the next.
+    """
+
+    def __init__(self, library: Library, tools: PullTools) -> None:
+        self.library = library
+        self._tools = tools
+        self._stagings = Stagings(library)
+        self._lock = LibraryLock(library.home)
+        self._mutex = threading.Lock()
+        self._providers: dict[Scheme, Provider] = {}
+        self._model_locks: dict[str, threading.Lock] = {}
+
+    def pull(self, source: Source | str, report: Report = ignore_progress, *, name: str | None = None) -> ModelRecord:
+        """The model is in the library when this returns; one that is there already costs a question to its source.
+
+        `name`: its id, instead of the one that the source suggests. `report` is called often, in this thread.
+        Raises `LibraryError`.
+        """
+        parsed = parse_source(source) if isinstance(source, str) else source
+        if name is not None:
+            check_name(name)
+        self._tools.stop.check()
+        with self._lock.held() as alone:
+            if alone:
+                self._stagings.sweep()
+            report(PullProgress("resolving", str(parsed)))
+            offer = self._provider(parsed.scheme).offer(parsed, report)
+            if name is not None:
+                offer = replace(offer, model_id=name, aliases=())
+            with self._only_pull_of(offer.model_id, report):
+                return self._bring(offer, report)
+
+    async def pull_async(
+        self, source: Source | str, report: Report = ignore_progress, *, name: str | None = None
+    ) -> ModelRecord:
+        """`pull` in a thread; `report` is called there. Cancelling the caller does not stop the pull: `close` does."""
+        return await asyncio.to_thread(self.pull, source, report, name=name)
+
+    def close(self) -> None:
+        """Ends running pulls soon, with `PullStopped`; their parts stay."""
+        self._tools.stop.set()
+
+    def unfinished_bytes(self) -> int:
+        """What unfinished pulls have on disk."""
+        return self._stagings.unfinished_bytes()
+
+    def _provider(self, scheme: Scheme) -> Provider:
+        with self._mutex:
+            if scheme not in self._providers:
+                self._providers[scheme] = self._tools.provider(scheme)
+            return self._providers[scheme]
+
+    @contextmanager
+    def _only_pull_of(self, model_id: str, report: Report) -> Iterator[None]:
+        with self._mutex:
+            lock = self._model_locks.setdefault(model_id, threading.Lock())
+        if not lock.acquire(blocking=False):
+            report(PullProgress("waiting", model_id))
+            while not lock.acquire(timeout=WAIT_STEP_S):
+                self._tools.stop.check()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _bring(self, offer: Offer, report: Report) -> ModelRecord:
+        old = self._owner(offer.model_id)
+        if old is not None and self._is_whole(old, self._stagings.home_of(offer)):
+            return old
+        if old is not None and not _same_origin(old, offer.source):
+            raise NameTaken(f"{old.id} is in the library from {old.source}; give this one another name with --name")
+        staging = self._stagings.open(offer)
+        missing_bytes = max(offer.needed_bytes - size_of(staging.work.parent), 0)
+        self._tools.disk.require(missing_bytes, self.library.models_folder, offer.model_id)
+        delivery = offer.deliver(staging, report)
+        self._stagings.keep_only(staging, delivery.files)
+        record = self._record(offer, delivery, staging, report)
+        return self._put_in_place(record, staging, old)
+
+    def _owner(self, model_id: str) -> ModelRecord | None:
+        """The model of that id. Raises `NameTaken` where it is another model's alias."""
+        try:
+            record = self.library.find(model_id)
+        except ModelNotFound:
+            return None
+        if record.id != model_id:
+            raise NameTaken(f"{model_id} is an alias of {record.id}; give this model another name with --name")
+        return record
+
+    def _is_whole(self, record: ModelRecord, path: str) -> bool:
+        """Whether the record is of this content, and the disk still has all of it."""
+        folder = self.library.folder(record)
+        return record.path == path and all(_has_size(folder / file.name, file.size_bytes) for file in record.files)
+
+    def _record(self, offer: Offer, delivery: Delivery, staging: Staging, report: Report) -> ModelRecord:
+        """Completes the folder with what the engine adds, and says what is in it."""
+        if offer.format == "gguf":
+            report(PullProgress("importing", delivery.weights_name))
+            self._tools.importer.complete(staging.model / GGUF_NAME, staging.model)
+        config = self._tools.importer.check(staging.model)
+        files = _with_digests(staging.model, delivery.files)
+        return ModelRecord(
+            id=offer.model_id,
+            source=str(offer.source),
+            revision=offer.revision,
+            format=offer.format,
+            architecture=config.architecture,
+            path=self._stagings.home_of(offer),
+            size_bytes=sum(file.size_bytes for file in files),
+            quantisation=quantisation_of(delivery.weights_name),
+            context_limit=config.max_position,
+            created_at=int(time.time()),
+            aliases=offer.aliases,
+            files=files,
+        )
+
+    def _put_in_place(self, record: ModelRecord, staging: Staging, old: ModelRecord | None) -> ModelRecord:
+        """One rename, then one row: before the row the old model is what the library has, after it the new one."""
+        folder = self.library.folder(record)
+        for path in staging.model.iterdir():
+            sync_file(path)
+        sync_folder(staging.model)
+        self.library.discard(record.path)
+        if folder.exists():  # what the row of a damaged model points to
+            shutil.rmtree(folder)
+        staging.model.rename(folder)
+        sync_folder(folder.parent)
+        stored = self.library.add(record)
+        if old is not None and old.path != stored.path:
+            self.library.erase(old.path)
+        self._stagings.close(staging)
+        return stored
+
+
+def _same_origin(record: ModelRecord, source: Source) -> bool:
+    earlier = parse_source(record.source)
+    return (earlier.scheme, earlier.name) == (source.scheme, source.name)
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == size_bytes
+
+
+def _with_digests(folder: Path, known: list[ModelFile]) -> tuple[ModelFile, ...]:
+    """Every file of the folder; those that were not verified on arrival are small and hashed here."""
+    files = {file.name: file for file in known}
+    for path in folder.iterdir():
+        if path.name not in files:
+            hasher = FileHasher(None, None)
+            hash_file(path, hasher, lambda done: None)
+            files[path.name] = ModelFile(path.name, path.stat().st_size, hasher.sha256)
+    return tuple(files[name] for name in sorted(files))

