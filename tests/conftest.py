@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from inferd.appliance.library.library import Library
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -59,4 +61,5 @@ def bundled_model() -> Path:
     """The folder of the default model, which `make test` pulls beforehand."""
     if TEST_HOME is None:
         pytest.skip("INFERD_TEST_HOME is not set: run through `make test`, which pulls the default model")
-    return Path(TEST_HOME) / "models" / "smollm2-135m-instruct"
+    with Library.open(Path(TEST_HOME)) as library:
+        return library.folder(library.find("smollm2-135m-instruct"))

@@ -1,0 +1,128 @@
+"""What chat and completions do alike: parameters, several streams as one, finish reasons, usage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from inferd.appliance.api.openai.schemas import Finish, GenerationRequest, PromptTokensDetails, Usage
+from inferd.engine.frontend.inputs import PreparedRequest
+from inferd.engine.frontend.outputs import CompletionOutput, RequestOutput
+from inferd.engine.messages import FinishReason
+from inferd.engine.params import OutputKind, SamplingParams
+
+FINISH: Mapping[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+WARNING_HEADER = "x-inferd-warning"
+_PLAIN_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What every chunk of one answer repeats."""
+
+    id: str
+    model: str  # as the client named it
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def sampling_params(ask: GenerationRequest, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the request says wins over what the model's authors recommend. Raises `InvalidRequest`."""
+    asked = {name: value for name in _PLAIN_FIELDS if (value := getattr(ask, name)) is not None}
+    if ask.stop is not None:
+        asked["stop"] = [ask.stop] if isinstance(ask.stop, str) else ask.stop
+    kind = OutputKind.DELTA if ask.stream else OutputKind.FINAL_ONLY
+    return SamplingParams(**{**defaults, **asked}, max_tokens=max_tokens, output_kind=kind)
+
+
+def finish_of(completion: CompletionOutput) -> Finish | None:
+    return FINISH[completion.finish_reason] if completion.finish_reason is not None else None
+
+
+class UsageCount:
+    """Tokens of one answer so far; each prompt counts once."""
+
+    def __init__(self, requests: Sequence[PreparedRequest]) -> None:
+        self._prompt_tokens = sum(len(request.add.prompt_token_ids) for request in requests)
+        self._output_tokens = [0] * len(requests)
+        self._cached_tokens = [0] * len(requests)
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        self._output_tokens[index] = output.num_output_tokens
+        self._cached_tokens[index] = output.num_cached_tokens
+
+    def usage(self) -> Usage:
+        output_tokens = sum(self._output_tokens)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=output_tokens,
+            total_tokens=self._prompt_tokens + output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
+        )
+
+
+def warning_headers(requests: Sequence[PreparedRequest]) -> dict[str, str]:
+    warnings = dict.fromkeys(warning for request in requests for warning in request.warnings)
+    return {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all streams as they come, each with its stream's index. The first error ends all of them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=len(streams))
+    tasks = [asyncio.create_task(_feed(queue, index, stream)) for index, stream in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None],
+    index: int,
+    stream: AsyncGenerator[RequestOutput, None],
+) -> None:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                await queue.put((index, output))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+async def last_outputs(outputs: AsyncIterator[tuple[int, RequestOutput]], num_streams: int) -> list[RequestOutput]:
+    """The final output of every stream, in their order."""
+    last: dict[int, RequestOutput] = {}
+    async for index, output in outputs:
+        last[index] = output
+    return [last[index] for index in range(num_streams)]

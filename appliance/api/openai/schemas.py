@@ -1,0 +1,174 @@
+"""Requests and answers of the OpenAI routes, as msgspec structs.
+
+Requests ignore keys that they do not know. Answers leave out what has no value: strict clients stumble over nulls
+where a key should be absent, except `finish_reason`, which is null until it is known.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from inferd.appliance.api.errors import bad_request
+from inferd.appliance.chat.messages import ChatMessage
+
+Finish = Literal["stop", "length"]
+RequestT = TypeVar("RequestT", bound="GenerationRequest")
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and completions have in common. Ranges are checked by `SamplingParams`."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    finish_reason: Finish
+
+
+class ChatAnswer(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: Finish | None = None
+    logprobs: None = None
+
+
+class CompletionAnswer(msgspec.Struct):
+    """Also one chunk of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    parent: str | None = None
+    owned_by: str = "inferd"
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def parse_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """Raises a 400 naming the field."""
+    try:
+        request = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        match = _WHERE.match(str(error))
+        what, path = (match["what"], match["path"]) if match else (str(error), None)
+        missing = _MISSING.search(what)
+        param = missing[1] if missing and not path else path
+        raise bad_request(f"{param}: {what}" if param else what, param=param) from None
+    if not request.model:
+        raise bad_request("model is empty; GET /v1/models lists the ids", param="model")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream: true", param="stream_options")
+    return request

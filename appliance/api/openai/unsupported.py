@@ -1,0 +1,95 @@
+"""Fields of the OpenAI API and vLLM's extras that this server knows and does not do.
+
+Unknown fields are ignored. A known one that asks for something is refused by name: an answer that silently lacks what
+was asked for is worse than none. Null, and the values listed here, ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inferd.engine.errors import NotSupported
+
+_ZERO = (0,)
+_ONE = (1,)
+_NO = (False,)
+_EMPTY_LIST: tuple[Any, ...] = ([],)
+
+_BOTH: dict[str, tuple[Any, ...]] = {
+    "n": _ONE,
+    "best_of": _ONE,
+    "presence_penalty": _ZERO,
+    "frequency_penalty": _ZERO,
+    "repetition_penalty": _ONE,
+    "length_penalty": _ONE,
+    "min_p": _ZERO,
+    "logit_bias": ({},),
+    "use_beam_search": _NO,
+    "bad_words": _EMPTY_LIST,
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": _NO,
+    "return_tokens_as_token_ids": _NO,
+    "priority": _ZERO,
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "detokenize": (True,),
+}
+
+CHAT: dict[str, tuple[Any, ...]] = _BOTH | {
+    "logprobs": _NO,
+    "top_logprobs": _ZERO,
+    "tools": _EMPTY_LIST,
+    "tool_choice": ("none", "auto"),
+    "functions": _EMPTY_LIST,
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "documents": _EMPTY_LIST,
+    "echo": _NO,
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": _NO,
+}
+
+COMPLETIONS: dict[str, tuple[Any, ...]] = _BOTH | {
+    "logprobs": _NO,
+    "suffix": ("",),
+}
+
+TEMPLATE_OPTIONS = {"enable_thinking": bool}  # of chat_template_kwargs: variables that cannot do harm
+
+
+def refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises `NotSupported` for the first field of `table` that asks for something."""
+    for name, harmless in table.items():
+        value = body.get(name)
+        if value is not None and not any(_same(value, accepted) for accepted in harmless):
+            shown = repr(value) if isinstance(value, bool | int | float | str) else "this value"
+            allowed = f"leave it out or send {harmless[0]!r}" if harmless else "leave it out"
+            raise NotSupported(f"{name}: {shown[:60]} is not supported; {allowed}", param=name)
+
+
+def template_options(asked: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name, value in (asked or {}).items():
+        kind = TEMPLATE_OPTIONS.get(name)
+        if kind is None or not isinstance(value, kind):
+            raise NotSupported(
+                f"chat_template_kwargs: {name[:60]!r} is not supported; only enable_thinking (true or false) is",
+                param="chat_template_kwargs",
+            )
+    return dict(asked or {})
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Equal and of a kind: 0.0 is 0, but neither False nor "0" is."""
+    return isinstance(value, bool) is isinstance(accepted, bool) and bool(value == accepted)

@@ -1,0 +1,76 @@
+"""The HTTP application: routes, and the order in which a request passes the middleware."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from inferd.appliance.api import health
+from inferd.appliance.api.admin_pull import make_pull_router
+from inferd.appliance.api.errors import ApiError, bad_request, to_api_error
+from inferd.appliance.api.middleware import AccessLog, CatchErrors, Gate, RequestId
+from inferd.appliance.api.openai import chat, completions, models
+from inferd.appliance.api.state import AppState
+from inferd.appliance.supervisor.errors import ModelUnavailable, UnknownModel
+from inferd.engine.errors import EngineError
+
+
+def create_app(state: AppState) -> FastAPI:
+    settings = state.settings
+    middleware = [  # outermost first
+        Middleware(RequestId),
+        Middleware(AccessLog),
+        Middleware(Gate, allowed_hosts=settings.allowed_hosts, body_limit_bytes=settings.body_limit_bytes),
+        Middleware(CatchErrors),
+    ]
+    app = FastAPI(
+        title="inferd",
+        version=state.version,
+        openapi_url=None,
+        redirect_slashes=False,  # a redirected POST loses its body or its headers in many clients
+        middleware=middleware,
+        exception_handlers=_exception_handlers(),
+    )
+    app.state.inferd = state
+    for router in (health.router, models.router, chat.router, completions.router):
+        app.include_router(router)
+    app.include_router(make_pull_router(state.pulls))
+    return app
+
+
+def _exception_handlers() -> dict[Any, Any]:
+    async def known(_: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _http_error(request, error).response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        return bad_request("The request's path or query is not valid.").response()
+
+    kinds = (ApiError, EngineError, UnknownModel, ModelUnavailable)
+    return {HTTPException: http, RequestValidationError: invalid, **dict.fromkeys(kinds, known)}
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        text = f"There is no such route. The base URL of the OpenAI API is {_base_url(request)}."
+        return ApiError(404, text, code="not_found")
+    if error.status_code == 405:
+        return ApiError(
+            405, "This route does not know that method.", code="method_not_allowed", headers=error.headers or {}
+        )
+    return ApiError(error.status_code, "The request was refused.", headers=error.headers or {})
+
+
+def _base_url(request: Request) -> str:
+    """From the socket, not from the Host header: a client may be told only what is true."""
+    host, port = request.scope.get("server") or ("127.0.0.1", None)
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/v1" if port else f"http://{name}/v1"

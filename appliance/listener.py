@@ -1,0 +1,44 @@
+"""The daemon's listening socket, or who has it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+
+class PortTaken(Exception):
+    """Names the holder as far as this user may know it."""
+
+
+def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
+    """A bound socket that does not accept yet. Raises `PortTaken`, `OSError`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a daemon that just ended holds nothing
+    try:
+        listener.bind(address)
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise PortTaken(f"port {port} of {host} is taken by {_holder(port)}; choose another one with --port") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _holder(port: int) -> str:
+    import psutil  # here, because most starts never need it
+
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return "another process"
+    for connection in connections:
+        bound_to = getattr(connection.laddr, "port", None)  # an unconnected socket has an empty address
+        if connection.status == psutil.CONN_LISTEN and bound_to == port and connection.pid:
+            try:
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+            except psutil.NoSuchProcess:
+                break
+    return "another process"

@@ -1,0 +1,39 @@
+"""Log lines of the daemon: one event a line, whatever a client put into it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0), 0x2028, 0x2029)}
+LINE_BREAK_IN_TRACEBACK = "\n    "
+
+
+class OneLine(logging.Formatter):
+    """Escapes control characters of the message, so that a client cannot forge a line; tracebacks are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = record.message.translate(CONTROL_CHARACTERS)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        text = super().formatException(ei)  # type: ignore[arg-type]
+        return "    " + text.replace("\n", LINE_BREAK_IN_TRACEBACK)
+
+
+def set_up_logging(level: str) -> Callable[[], None]:
+    """Sends every log to standard error; the returned function takes that back."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("inferd").setLevel(level.upper())
+
+    def undo() -> None:
+        root.removeHandler(handler)
+        root.setLevel(before)
+
+    return undo

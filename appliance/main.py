@@ -1,0 +1,185 @@
+"""The composition root: settings → library → supervisor → app → server, and the way down again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from inferd.appliance.api.protocol import limited
+from inferd.appliance.api.state import AppState
+from inferd.appliance.app import create_app
+from inferd.appliance.boot import find_model, folder_records, wait_ready
+from inferd.appliance.downloads.factory import build_pull_service
+from inferd.appliance.downloads.manager import PullService
+from inferd.appliance.downloads.progress import Report, ignore_progress
+from inferd.appliance.library.library import Library
+from inferd.appliance.listener import listen
+from inferd.appliance.rundir import daemon_folder
+from inferd.appliance.settings import Settings
+from inferd.appliance.supervisor.catalog import Catalog
+from inferd.appliance.supervisor.served import ServedModel
+from inferd.appliance.supervisor.supervisor import Supervisor
+
+KEEP_ALIVE_S = 60
+CLOSE_S = 3  # what answers that are already complete get to reach their clients
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a person wants to know once the first model answers."""
+
+    address: str
+    model: str
+    load_s: float
+
+
+@dataclass(frozen=True)
+class Reports:
+    """How the caller hears of what goes on; `pull` is called in another thread."""
+
+    pull: Report = ignore_progress
+    ready: Callable[[Started], None] = lambda started: None
+
+
+def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
+    """Serves until a signal; call it on the main thread. Returns the exit code: 0, or 130 after Ctrl-C.
+
+    Raises what keeps it from serving: `PortTaken`, `SettingsError`, `UnknownModel`, `LibraryError`, `EngineError`,
+    `OSError`.
+    """
+    with ExitStack() as stack:
+        listener = stack.enter_context(closing(listen(settings.host, settings.port)))
+        run_dir = stack.enter_context(daemon_folder(settings.run_dir))
+        library = stack.enter_context(Library.open(settings.home))
+        pulls = stack.enter_context(closing(build_pull_service(library, os.environ)))
+        state = build_state(settings, library, pulls, run_dir)
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(_serve(state, listener, reports or Reports()))
+
+
+async def _serve(state: AppState, listener: socket.socket, reports: Reports) -> int:
+    signals = _Signals()
+    server = make_server(state)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await _until_asked_to_stop(signals, serving, _boot(state, address_of(listener), reports))
+    finally:
+        await _go_down(state, server, serving, signals)
+    return signals.exit_code
+
+
+def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
+    catalog = Catalog(library, folder_records(settings.model))
+
+    async def start(model: str) -> ServedModel:
+        record = catalog.find(model)
+        args = settings.engine.to_args(catalog.folder(record))
+        return await ServedModel.start(args, run_dir, settings.load_timeout_s)
+
+    supervisor = Supervisor(start, max_loaded_models=settings.max_loaded_models, load_timeout_s=settings.load_timeout_s)
+    return AppState(settings, version("inferd"), catalog, pulls, supervisor)
+
+
+async def _boot(state: AppState, address: str, reports: Reports) -> None:
+    settings = state.settings
+    record = await find_model(settings.model, settings.default_source, state.catalog, state.pulls, reports.pull)
+    slot = await state.supervisor.load(record.id)
+    served = await wait_ready(slot, settings.load_timeout_s)
+    reports.ready(Started(address, record.id, served.llm.ready.load_s))
+
+
+async def _until_asked_to_stop(signals: _Signals, serving: asyncio.Task[None], boot: Awaitable[None]) -> None:
+    """Raises what `boot` or the server raises."""
+    asked = asyncio.ensure_future(signals.asked.wait())
+    booting = asyncio.ensure_future(boot)
+    pending = {asked, booting, serving}
+    try:
+        while not asked.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+            if serving in done:
+                raise RuntimeError("the HTTP server ended by itself")
+    finally:
+        for task in (asked, booting):
+            task.cancel()
+        await asyncio.gather(asked, booting, return_exceptions=True)
+
+
+async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[None], signals: _Signals) -> None:
+    state.pulls.close()
+    draining = asyncio.ensure_future(state.supervisor.drain(state.settings.drain_s if signals.asked.is_set() else 0.0))
+    hurry = asyncio.ensure_future(signals.hurry.wait())
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await state.supervisor.drain(0.0)
+    hurry.cancel()
+    server.should_exit = True
+    await asyncio.wait({serving})
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT asks for a clean end, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.exit_code = 0
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, 0)
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, 130)
+
+    def _on_signal(self, exit_code: int) -> None:
+        if self.asked.is_set():
+            self.hurry.set()
+        else:
+            self.exit_code = exit_code
+            self.asked.set()
+            log.info("stopping; open requests may finish, a second signal ends them")
+
+
+class DaemonServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are ours: uvicorn would close the listener before open requests are through."""
+        yield
+
+
+def make_server(state: AppState) -> DaemonServer:
+    """To be served on a socket of `listen`; `should_exit` ends it."""
+    settings = state.settings
+    protocol = limited(
+        head_limit_bytes=settings.head_limit_bytes,
+        head_timeout_s=settings.head_timeout_s,
+        max_connections=settings.max_connections,
+    )
+    config = uvicorn.Config(
+        create_app(state),
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+    return DaemonServer(config)
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

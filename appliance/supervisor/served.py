@@ -1,0 +1,102 @@
+"""A started engine together with what turns chats and prompts into its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from inferd.appliance.chat.messages import ChatMessage
+from inferd.appliance.chat.renderer import ChatRenderer
+from inferd.appliance.supervisor.errors import ModelUnavailable
+from inferd.engine.config import EngineArgs
+from inferd.engine.errors import EngineDeadError
+from inferd.engine.frontend.async_llm import AsyncLLM
+from inferd.engine.frontend.inputs import PreparedRequest, Prompt, RequestFields
+from inferd.engine.frontend.outputs import RequestOutput
+from inferd.engine.messages import FinishReason
+from inferd.engine.model_config import read_json
+from inferd.engine.params import SamplingParams
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k")
+LONG_PROMPT_CHARS = 4096  # longer ones become tokens on a thread, because milliseconds count for open streams
+
+
+class ServedModel:
+    """One model that answers. `sampling_defaults` are what its authors recommend, by field of `SamplingParams`."""
+
+    def __init__(self, llm: AsyncLLM, sampling_defaults: Mapping[str, Any]) -> None:
+        self.llm = llm
+        self.sampling_defaults = sampling_defaults
+        self._chat = ChatRenderer(llm.tokenizer)
+        self._stopping = False
+
+    @classmethod
+    async def start(cls, args: EngineArgs, run_dir: Path, start_timeout_s: float) -> ServedModel:
+        """Raises what kept the engine from starting. Cancelling it ends the engine."""
+        llm = await AsyncLLM.start(args, run_dir, start_timeout_s=start_timeout_s)
+        try:
+            return cls(llm, read_sampling_defaults(Path(args.model)))
+        except BaseException:
+            await llm.shutdown()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        return self.llm.is_alive
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.ready.max_model_len
+
+    async def wait_dead(self) -> EngineDeadError:
+        return await self.llm.wait_dead()
+
+    async def shutdown(self, drain_s: float) -> None:
+        self._stopping = self._stopping or self.llm.is_alive
+        await self.llm.shutdown(drain_s)
+
+    async def chat_token_ids(self, messages: list[ChatMessage], options: Mapping[str, Any]) -> list[int]:
+        """Raises `InvalidRequest`."""
+        return await asyncio.to_thread(self._chat.token_ids, messages, options)
+
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, cache_salt: str | None
+    ) -> PreparedRequest:
+        """Checked against this model, not started. Raises `InvalidRequest`."""
+        fields: RequestFields = {"request_id": request_id, "cache_salt": cache_salt}
+        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARS:
+            return await asyncio.to_thread(self.llm.prepare, prompt, params, **fields)
+        return self.llm.prepare(prompt, params, **fields)
+
+    async def generate(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Every stream ends with a finish reason that clients know. Closing the generator aborts the request.
+
+        Raises `EngineDeadError`, `RequestFailed`, and `ModelUnavailable` when the engine was told to stop.
+        """
+        try:
+            async with aclosing(self.llm.generate(request)) as outputs:
+                async for output in outputs:
+                    if output.outputs[0].finish_reason is FinishReason.ABORT:
+                        raise EngineDeadError("the engine gave this request up")
+                    yield output
+        except EngineDeadError:
+            if self._stopping:
+                raise ModelUnavailable("this server is shutting down", 5.0, "draining") from None
+            raise
+
+    def prompt_text(self, request: PreparedRequest) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        return self.llm.tokenizer.decode(request.add.prompt_token_ids, skip_special_tokens=False)
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """From `generation_config.json`, unless it says that its authors decode greedily."""
+    path = folder / "generation_config.json"
+    values = read_json(path) if path.exists() else {}
+    if values.get("do_sample") is False:
+        return {}
+    return {name: values[name] for name in SAMPLING_DEFAULTS if values.get(name) is not None}

@@ -1,0 +1,123 @@
+"""Whole daemons over the scripted engine: real sockets, real processes, no model and no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inferd.appliance.api.state import AppState
+from inferd.appliance.downloads.factory import build_pull_service
+from inferd.appliance.library.library import Library
+from inferd.appliance.listener import listen
+from inferd.appliance.main import address_of, build_state, make_server
+from inferd.appliance.settings import Settings
+from inferd.engine.frontend.async_llm import AsyncLLM
+from inferd.engine.testing.model_folder import make_model_folder
+
+MODEL = "tiny"
+REPLIES = {
+    "France": "The capital of France is Paris. \N{FRENCH FRIES} é \N{SMILING FACE WITH SUNGLASSES}",
+    "hello": "hi there",
+}
+
+
+@dataclass
+class Daemon:
+    """A daemon inside this process; its engine is a process of its own."""
+
+    state: AppState
+    address: str
+    http: httpx.AsyncClient
+
+    async def llm(self) -> AsyncLLM:
+        return (await self.state.supervisor.ensure_ready(MODEL)).llm
+
+    async def chat(self, content: Any = "hello", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, prompt: Any = "hello", **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
+
+
+StartDaemon = Callable[..., Awaitable[Daemon]]
+
+
+def settings_for(folder: Path, run_dir: Path, **overrides: Any) -> Settings:
+    engine = {"executor": "scripted", "block_size": 4} | overrides.pop("engine", {})
+    values = {
+        "port": 0,
+        "home": folder / "home",
+        "run_dir": run_dir,
+        "model": str(folder / MODEL),
+        "log_level": "warning",
+        "engine": engine,
+    }
+    return Settings(**(values | overrides))
+
+
+@asynccontextmanager
+async def running_daemon(
+    folder: Path, run_dir: Path, *, scripted: dict[str, Any] | None = None, **overrides: Any
+) -> AsyncIterator[Daemon]:
+    make_model_folder(folder / MODEL, **({"replies": REPLIES, "kv_blocks": 1025} | (scripted or {})))
+    settings = settings_for(folder, run_dir, **overrides)
+    with Library.open(settings.home) as library, listen("127.0.0.1", 0) as listener:
+        state = build_state(settings, library, build_pull_service(library, {}), run_dir)
+        server = make_server(state)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        address = address_of(listener)
+        try:
+            async with httpx.AsyncClient(base_url=address, timeout=60, trust_env=False) as http:
+                await state.supervisor.ensure_ready(MODEL)
+                yield Daemon(state, address, http)
+        finally:
+            await state.supervisor.drain(0)
+            server.should_exit = True
+            await serving
+
+
+@pytest.fixture(scope="module")
+def short_run_dir() -> Iterator[Path]:
+    """Unix socket paths have at most 107 bytes, and pytest's own folders use most of them."""
+    folder = Path(tempfile.mkdtemp(prefix="inferd-e2e-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+async def start_daemon(tmp_path: Path, short_run_dir: Path) -> AsyncIterator[StartDaemon]:
+    """Starts a daemon in this process, stopped at the end; keyword arguments are settings and `scripted`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(**options: Any) -> Daemon:
+            return await stack.enter_async_context(running_daemon(tmp_path, short_run_dir, **options))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def run_daemon_in_module() -> Any:
+    """For modules that share one daemon: the context manager behind `start_daemon`."""
+    return running_daemon
+
+
+@pytest.fixture
+def inferd_environment(tmp_path: Path, short_run_dir: Path) -> dict[str, str]:
+    """The environment of an `inferd` command: a home and a run directory of this test."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+    return kept | {
+        "HOME": str(tmp_path),
+        "INFERD_HOME": str(tmp_path / "home"),
+        "INFERD_RUN_DIR": str(short_run_dir / "run"),
+    }

@@ -1,0 +1,210 @@
+"""`inferd serve` as a process: what it prints, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from inferd.engine.testing.model_folder import make_model_folder
+
+INFERD = str(Path(sys.executable).parent / "inferd")
+SCRIPTED = ["--set", "engine.executor=scripted", "--set", "engine.block_size=4"]
+GONE_S = 3.0
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    port: int
+    greeting: str
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "tiny", replies={"France": "Paris."}, kv_blocks=1025)
+
+
+@pytest.fixture
+def serve(model_folder: Path, inferd_environment: dict[str, str]) -> Iterator[Serve]:
+    """Starts `inferd serve` and waits until it says that it serves."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> Served:
+        command = [INFERD, "serve", "--port", "0", *SCRIPTED, "--model", str(model_folder), *options]
+        process = subprocess.Popen(command, env=inferd_environment, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        greeting = ""
+        while "inferd run" not in greeting:
+            line = process.stdout.readline()
+            assert line, "inferd serve ended before it served"
+            greeting += line
+        port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", greeting)
+        assert port is not None
+        return Served(process, int(port[1]), greeting)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def inferd(environment: dict[str, str], *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [INFERD, *words], env=environment, capture_output=True, text=True, timeout=60, input=text or "", check=False
+    )
+
+
+def gone(processes: list[psutil.Process], within_s: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=within_s)[1]
+
+
+def test_it_says_what_to_copy_and_answers(serve: Serve) -> None:
+    served = serve()
+    assert all(word in served.greeting for word in ("curl ", "from openai import OpenAI", "inferd run", "tiny"))
+    assert httpx.get(f"{served.address}/ready", trust_env=False).status_code == 200
+    curl = next(line for line in served.greeting.splitlines() if line.lstrip().startswith("curl"))
+    body = json.loads(curl.split("-d '")[1].rstrip("'"))
+    url = curl.split()[1]
+    answer = httpx.post(url, json=body, trust_env=False).json()
+    assert answer["choices"][0]["message"]["content"] == "Paris."
+
+
+def test_the_daemon_holds_no_torch(serve: Serve) -> None:
+    served = serve()
+    mapped = Path(f"/proc/{served.process.pid}/maps").read_text(encoding="utf-8")
+    assert "libtorch" not in mapped
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_end_it_cleanly(
+    serve: Serve, inferd_environment: dict[str, str], number: signal.Signals, exit_code: int
+) -> None:
+    served = serve()
+    engines = served.children()
+    assert engines
+    served.process.send_signal(number)
+    assert served.process.wait(timeout=20) == exit_code
+    assert gone(engines, GONE_S)
+    assert list(Path(inferd_environment["INFERD_RUN_DIR"]).iterdir()) == []
+
+
+def test_a_killed_daemon_leaves_no_process(serve: Serve, inferd_environment: dict[str, str]) -> None:
+    served = serve()
+    engines = served.children()
+    served.process.kill()
+    served.process.wait()
+    assert gone(engines, GONE_S)
+    serve()  # and what it left on disk is in nobody's way
+    assert len(list(Path(inferd_environment["INFERD_RUN_DIR"]).iterdir())) == 1
+
+
+def test_sockets_are_private(serve: Serve, inferd_environment: dict[str, str]) -> None:
+    serve()
+    run_dir = Path(inferd_environment["INFERD_RUN_DIR"])
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in run_dir.glob("*"))
+
+
+def test_only_the_api_listens(serve: Serve) -> None:
+    served = serve()
+    processes = [psutil.Process(served.process.pid), *served.children()]
+    listening = [
+        (connection.laddr.ip, connection.laddr.port)
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening == [("127.0.0.1", served.port)]
+
+
+def test_a_taken_port_names_its_holder(model_folder: Path, inferd_environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        done = inferd(inferd_environment, "serve", "--model", str(model_folder), "--port", port)
+    assert done.returncode == 1
+    assert f"port {port} of 127.0.0.1 is taken by" in done.stderr
+    assert f"(pid {os.getpid()})" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "said"),
+    [
+        (["--set", "kepalive_s=3"], 78, "keepalive_s"),
+        (["--set", "engine.dtpye=float32"], 78, "dtype"),
+        (["--set", "port"], 78, "KEY=VALUE"),
+        (["--host", "0.0.0.0"], 78, "not a loopback address"),
+        (["--port", "99999"], 78, "port"),
+        (["--config", "/nowhere.toml"], 78, "/nowhere.toml"),
+        (["--model", "nope"], 4, "nope"),
+        (["--no-such-flag"], 2, "no-such-flag"),
+        (["--set", "engine.block_size=4", "--set", "engine.max_model_len=999999"], 78, "max_model_len"),
+    ],
+    ids=str,
+)
+def test_what_keeps_it_from_serving(
+    model_folder: Path, inferd_environment: dict[str, str], options: list[str], exit_code: int, said: str
+) -> None:
+    model = [] if "--model" in options else ["--model", str(model_folder)]
+    done = inferd(inferd_environment, "serve", "--port", "0", "--set", "engine.executor=scripted", *model, *options)
+    assert done.returncode == exit_code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_load_is_an_error(tmp_path: Path, inferd_environment: dict[str, str]) -> None:
+    folder = make_model_folder(tmp_path / "broken", fail_at_start="tensor lm_head.weight is missing")
+    done = inferd(inferd_environment, "serve", "--port", "0", *SCRIPTED, "--model", str(folder))
+    assert done.returncode == 1
+    assert "lm_head.weight is missing" in done.stderr
+
+
+def test_run_answers_and_converses(serve: Serve, inferd_environment: dict[str, str]) -> None:
+    port = str(serve().port)
+    for words in (["tiny", "capital of France?"], ["capital of France?"]):
+        done = inferd(inferd_environment, "run", "--port", port, *words)
+        assert (done.returncode, done.stdout) == (0, "Paris.\n")
+    piped = inferd(inferd_environment, "run", "--port", port, text="capital of France?")
+    assert piped.stdout == "Paris.\n"
+    assert inferd(inferd_environment, "run", "--port", port, "nope", "x").returncode == 4
+
+
+def test_run_without_a_daemon(inferd_environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    done = inferd(inferd_environment, "run", "--port", port, "x", "y")
+    assert done.returncode == 3
+    assert "inferd serve" in done.stderr
+
+
+def test_a_sleepy_client_cannot_hold_up_the_end(serve: Serve) -> None:
+    served = serve()
+    with socket.create_connection(("127.0.0.1", served.port)) as idle:
+        idle.sendall(b"GET / HTTP/1.1\r\n")
+        served.process.terminate()
+        assert served.process.wait(timeout=20) == 0
