@@ -22,8 +22,7 @@ import pytest
 from inferd.appliance.library.library import Library
 from inferd.engine.testing.model_folder import make_model_folder
 
-NUM_KILLS_BY_OPERATION = 8
-NUM_KILLS_BY_TIME = 4
+FEW_OR_MANY = pytest.mark.parametrize("num_kills", [6, pytest.param(44, marks=pytest.mark.slow)])
 OLD = b"GGUF old " + random.Random(1).randbytes(50_000)
 NEW = b"GGUF new " + random.Random(2).randbytes(50_000)
 
@@ -91,6 +90,7 @@ def pull_here(home: Path, make_service: Callable[..., Any], hub: Any, index: Any
         make_service(library, hub_url=hub.url, index_url=index.url).pull(SOURCES[scheme])
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("scheme", ["hf", "pypi"])
 def test_killed_before_a_file_operation(
     inferd_home: Path,
@@ -100,15 +100,16 @@ def test_killed_before_a_file_operation(
     fake_hub: Any,
     fake_index: Any,
     scheme: str,
+    num_kills: int,
 ) -> None:
     publish(scheme, OLD, 1)
     with start(SOURCES[scheme]) as child:
         num_operations = int(child.stdout.read().split()[-1])
-    assert num_operations > NUM_KILLS_BY_OPERATION
+    assert num_operations > num_kills
     check_tidy(inferd_home, OLD)
     choose = random.Random(scheme)
     weights = OLD
-    for number, kill_at in enumerate(choose.sample(range(2, num_operations), NUM_KILLS_BY_OPERATION), start=2):
+    for number, kill_at in enumerate(choose.sample(range(1, num_operations + 1), num_kills), start=2):
         previous, weights = weights, NEW + bytes([number])
         publish(scheme, weights, number)
         with start(SOURCES[scheme], kill_at) as child:
@@ -119,6 +120,7 @@ def test_killed_before_a_file_operation(
         check_tidy(inferd_home, weights)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("scheme", ["hf", "pypi"])
 def test_killed_at_any_time_of_a_slow_transfer(
     inferd_home: Path,
@@ -128,12 +130,13 @@ def test_killed_at_any_time_of_a_slow_transfer(
     fake_hub: Any,
     fake_index: Any,
     scheme: str,
+    num_kills: int,
 ) -> None:
     publish(scheme, NEW, 1)
     choose = random.Random(scheme)
     file_server = fake_hub.cdn if scheme == "hf" else fake_index.file_server
     file_server.faults.piece_pause_s = 0.02
-    for _ in range(NUM_KILLS_BY_TIME):
+    for _ in range(num_kills):
         with start(SOURCES[scheme]) as child:
             assert child.stdout.readline() == "started\n"
             time.sleep(choose.uniform(0.0, 0.6))
