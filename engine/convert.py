@@ -42,13 +42,17 @@ def convert_folder(source: Path, folder: Path, timeout_s: float = CONVERT_TIMEOU
 
     `folder` appears complete or not at all. Blocks; safe in any thread. Raises LoadError with the child's message.
     """
+    if folder.exists() and not folder.is_dir():
+        raise LoadError(f"{folder} is no folder: name a new one")
     if folder.exists() and any(folder.iterdir()):
         raise LoadError(f"{folder} is not empty: name a new folder")
-    partial_folder = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial_folder.mkdir()
+    partial_folder = folder.absolute().with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
+        partial_folder.mkdir()
         run_child("inferd.engine.convert", [str(source.absolute()), str(partial_folder)], source.name, timeout_s)
         partial_folder.rename(folder)
+    except OSError as error:
+        raise LoadError(f"{folder} cannot be made in {folder.parent}: {error.strerror}") from error
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
 
@@ -78,7 +82,9 @@ def _single_checkpoint(source: Path) -> Path:
     if not source.is_dir():
         raise LoadError(f"{source.name}: is neither a checkpoint nor a folder")
     found = sorted(
-        path for path in source.iterdir() if path.suffix in SUFFIXES and not _NO_WEIGHTS.fullmatch(path.name)
+        path
+        for path in source.iterdir()
+        if path.suffix in SUFFIXES and path.is_file() and not _NO_WEIGHTS.fullmatch(path.name)
     )
     if len(found) == 1:
         return found[0]

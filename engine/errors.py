@@ -47,6 +47,14 @@ class ContextLengthExceeded(InvalidRequest):
         )
 
 
+def check_unicode(name: str, text: str | None) -> None:
+    """Raises `InvalidRequest` for half a surrogate pair: JSON can hold it, no message between processes can."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} has half of a surrogate pair at character {error.start}", param=name) from error
+
+
 class ConfigError(EngineError):
     """The engine cannot start with these options; the message names the option and a way out."""
 

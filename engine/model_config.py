@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from inferd.engine.config import Dtype, ModelConfig, RopeConfig
 from inferd.engine.errors import LoadError
@@ -165,17 +167,42 @@ def _window(fields: _Fields, architecture: Architecture) -> int | None:
 
 
 def _eos_token_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
-    """The generation config's list wins over config.json's: chat models end turns with more than one token."""
+    """The generation config's list wins over config.json's: chat models end turns with more than one token.
+
+    The tokenizer's own end of sequence comes last. Ids beyond the vocabulary are left out: no such token is sampled.
+    """
     path = folder / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.exists() else None
     if ids is None:
         ids = fields.values.get("eos_token_id")
-    if ids is None:
-        return ()
-    listed = ids if isinstance(ids, list) else [ids]
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in listed):
         raise fields.error("eos_token_id", f"must be token ids, got {ids!r}")
-    return tuple(dict.fromkeys(listed))
+    vocab_size = fields.whole("vocab_size")
+    return tuple(dict.fromkeys(id_ for id_ in [*listed, *_tokenizer_eos_ids(folder)] if id_ < vocab_size))
+
+
+class _AddedToken(msgspec.Struct):
+    id: Annotated[int, msgspec.Meta(ge=0)]
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokenizer_eos_ids(folder: Path) -> list[int]:
+    """The id of `eos_token`, which is among the added tokens, as all special ones are."""
+    settings, path = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not settings.exists() or not path.exists():
+        return []
+    token = read_json(settings).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    try:
+        added = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from error
+    return [known.id for known in added if known.content == text]
 
 
 def _dtype(fields: _Fields) -> Dtype:

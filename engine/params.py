@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from inferd.engine.errors import InvalidRequest
+from inferd.engine.errors import InvalidRequest, check_unicode
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow float32
 MAX_STOP_STRINGS = 4
@@ -77,7 +77,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("a stop string must be a non-empty string", param="stop")
-            if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            check_unicode("stop", text)
+            if len(text.encode()) > MAX_STOP_BYTES:
                 raise InvalidRequest(f"a stop string has at most {MAX_STOP_BYTES} bytes", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop token ids", param="stop_token_ids")

@@ -45,6 +45,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
+        self.error: str | None = None  # with FinishReason.ERROR
         self.block_hashes: list[bytes] = []  # one per full hash block, grown as tokens come
         self._block_hasher = block_hasher
         self._extend_hashes()

@@ -43,7 +43,7 @@ DEFAULTS: dict[Device, Defaults] = {
     "cuda": Defaults(block_size=128, max_num_seqs=256, max_num_batched_tokens=8192),
 }
 HASH_BLOCK_TOKENS = 16
-ATTENTION_BACKENDS = ("auto", "TORCH")
+ATTENTION_BACKENDS = ("auto", "TRITON_ATTN", "TORCH")
 
 
 def resolve(args: EngineArgs, hardware: Hardware | None = None) -> EngineConfig:

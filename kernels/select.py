@@ -10,6 +10,7 @@ from inferd.kernels.activation import reference as activation
 from inferd.kernels.common.ops import KernelChoice, KernelUnavailable, Ops
 from inferd.kernels.cpu.build import default_cache_dir
 from inferd.kernels.cpu.ops import native_ops
+from inferd.kernels.cuda.ops import cuda_ops
 from inferd.kernels.linear import reference as linear
 from inferd.kernels.norm import reference as norm
 from inferd.kernels.paged_attention import reference as paged_attention
@@ -22,12 +23,14 @@ def build_ops(
     """The operations for activations and weights of `dtype` on `device`.
 
     "torch" takes the twins everywhere, "auto" what is fastest here, "native" insists on own kernels. `cache_dir` holds
-    compiled kernels and measured thresholds; None: `default_cache_dir()`. The number of threads is torch's at this
-    moment. Raises KernelUnavailable when "native" cannot be served, with the reason.
+    kernels compiled for the processor; None: `default_cache_dir()` (Triton keeps its own). The number of threads is
+    torch's at this moment. Raises KernelUnavailable when "native" cannot be served, with the reason.
     """
     if choice == "torch":
         return torch_ops("kernels: plain torch, because kernels='torch' asks for it")
     try:
+        if device.type == "cuda":
+            return cuda_ops(dtype, device, strict=choice == "native")
         if device.type != "cpu":
             raise KernelUnavailable(f"there are none for {device.type} yet")
         if dtype != torch.bfloat16:
@@ -49,6 +52,7 @@ def torch_ops(reason: str) -> Ops:
         silu_mul=activation.silu_mul,
         rope_store=rope.rope_store,
         make_linear=linear.make_linear,
+        make_logits=linear.make_logits,
         paged_decode=paged_attention.paged_decode,
         paged_prefill=paged_attention.paged_prefill,
         prefix_attend=paged_attention.prefix_attend,

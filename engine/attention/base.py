@@ -29,6 +29,36 @@ class BatchGeometry:
     )  # (number of full blocks, rows), disjoint
 
 
+@dataclass(frozen=True)
+class StaticPrefixes:
+    """Which rows of a captured batch share first blocks: persistent tensors that are filled before each replay.
+
+    The first `lens[g]` tokens of all rows of group g lie in the same blocks, which every row's block table lists.
+    """
+
+    lens: Tensor  # [g] i32, in tokens, whole blocks; 0 for a group that is not in use
+    starts: Tensor  # [g + 1] i32, group g has rows[starts[g] : starts[g + 1]]; ascending, equal where it has none
+    rows: Tensor  # [n] i32, the sharing rows in order of their groups; the rest is not read
+    row_group: Tensor  # [n] i32, -1 for a row that shares nothing
+    max_len: int  # a bound of `lens`; it decides into how many parts a prefix is divided
+
+
+@dataclass(frozen=True)
+class StaticGeometry:
+    """Persistent tensors of n rows with one query token each, for a launch that is captured once and replayed.
+
+    Lengths and tables are whole: what a row shares counts as its own. A padding row has length 0: it reads nothing,
+    and its output is finite.
+    """
+
+    block_tables: Tensor  # [n, max_blocks] i32
+    seq_lens: Tensor  # [n] i32, 0 marks a padding row
+    slots: Tensor  # [n] i64, -1 for a padding row
+    positions: Tensor  # [n] i64
+    max_seq_len: int  # a bound of `seq_lens`; it decides into how many parts a row is divided
+    prefixes: StaticPrefixes | None = None  # None: nobody shares; layers with a window never do
+
+
 Metadata = Any  # a backend's own: made by its `build`, read by its `attend`, opaque to everyone else
 
 
@@ -53,6 +83,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def build(self, geometry: BatchGeometry) -> Metadata:
         """Everything that a step's layers share: called once a step and KV group, on the host."""
+
+    def graph_metadata(self, static: StaticGeometry) -> Metadata | None:
+        """Metadata whose `attend` may be captured in a CUDA graph: it launches the same kernels whatever the tensors
+        hold, never waits for the device and copies nothing from the host. None: this backend cannot be captured."""
+        return None
 
     @abstractmethod
     def attend(

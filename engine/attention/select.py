@@ -9,13 +9,17 @@ import torch
 
 from inferd.engine.attention.base import AttentionBackend
 from inferd.engine.attention.torch import TorchBackend
+from inferd.engine.attention.triton import TritonBackend
 from inferd.engine.core.kv.spec import KVSpec
 from inferd.engine.errors import ConfigError
 from inferd.kernels.common.ops import Ops
 
 logger = logging.getLogger(__name__)
 
-_BACKENDS: dict[str, Callable[[Ops], AttentionBackend]] = {"TORCH": TorchBackend}  # in order of preference
+_BACKENDS: dict[str, Callable[[Ops], AttentionBackend]] = {  # in order of preference
+    "TRITON_ATTN": TritonBackend,
+    "TORCH": TorchBackend,
+}
 
 
 def choose(

@@ -50,11 +50,16 @@ def run(options: argparse.Namespace) -> Report:
     peers: list[Peer] = [Inferd(LLM(args.model, in_process=True, dtype=args.dtype, kernels=args.kernels))]
     if options.peer == "transformers":
         peers.append(Transformers(options.model, TORCH_DTYPES[config.dtype]))
-    rows = measure(peers, _workloads(options.rows), config.model.vocab_size)
+    rows = measure(peers, _workloads(options.rows), config.model.vocab_size, _progress)
     for peer in peers:
         peer.close()
     quality = measure_quality(args, _quality_prompts(options.model)) if options.quality else None
     return Report(_machine(), config.model.path.name, config.dtype, load_s, rows, quality, list(config.decisions))
+
+
+def _progress(text: str) -> None:
+    """On stderr, because a whole run takes minutes and stdout is the report's."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _time_to_ready(args: EngineArgs) -> float:

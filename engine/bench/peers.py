@@ -10,6 +10,7 @@ import torch
 from inferd.engine.bench.workloads import SAMPLED_TEMPERATURE, SAMPLED_TOP_P, Workload
 from inferd.engine.config import EngineArgs
 from inferd.engine.frontend.llm import LLM
+from inferd.engine.layers.target import TORCH_DTYPES
 from inferd.engine.loader.base import checkpoint_tensors
 from inferd.engine.model_config import read_json
 from inferd.engine.resolve import resolve
@@ -72,7 +73,8 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
     """The folder's weights in transformers' own model class, whatever format they are stored in."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    ours = resolve(EngineArgs(model=str(folder), device="cpu"))
+    name = next(name for name, known in TORCH_DTYPES.items() if known == dtype)
+    ours = resolve(EngineArgs(model=str(folder), device="cpu", dtype=name))  # dequantised to it, rounded once
     fields = read_json(folder / "config.json")
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]

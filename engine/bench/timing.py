@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from inferd.engine.bench.peers import Peer
@@ -21,14 +21,18 @@ class Row:
     tokens_per_s: float
 
 
-def measure(peers: Sequence[Peer], workloads: Iterable[Workload], vocab_size: int) -> list[Row]:
+def measure(
+    peers: Sequence[Peer], workloads: Iterable[Workload], vocab_size: int, progress: Callable[[str], None]
+) -> list[Row]:
     """Workload by workload, all peers in turn, so that a slow minute of the machine hits them alike."""
     rows: list[Row] = []
     for workload in workloads:
         best = {peer.name: float("inf") for peer in peers}
         for round_ in range(ROUNDS):
             for peer in peers:
-                best[peer.name] = min(best[peer.name], _one_round(peer, workload, vocab_size, round_))
+                seconds = _one_round(peer, workload, vocab_size, round_)
+                progress(f"{workload.name} {peer.name}: {workload.total_output_tokens / seconds:.1f} tok/s")
+                best[peer.name] = min(best[peer.name], seconds)
         rows += [Row(workload.name, name, s, workload.total_output_tokens / s) for name, s in best.items()]
     return rows
 

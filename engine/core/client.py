@@ -67,6 +67,7 @@ class InprocClient:
         self._core, self.ready = build_engine(args)
         self._pending: list[EngineOutput] = []
         self._death: str | None = None
+        self._is_shut_down = False
 
     def add(self, request: AddRequest) -> None:
         self._check_alive()
@@ -97,8 +98,9 @@ class InprocClient:
 
     def shutdown(self, drain_s: float = 0.0) -> None:
         """Nothing can be drained: outputs come only when they are asked for."""
-        if self._death is None:
-            self._death = "the engine was shut down"
+        self._death = self._death or "the engine was shut down"
+        if not self._is_shut_down:
+            self._is_shut_down = True
             self._core.shutdown()
 
     def _check_alive(self) -> None:
@@ -194,6 +196,7 @@ class AsyncMPClient:
         except BaseException:
             link.process.kill()
             await inbox.closed.wait()
+            inbox.ready.exception()  # when cancelled, nobody else looks at it, and asyncio would complain
             raise
         return cls(link, inbox)
 
@@ -251,6 +254,9 @@ class AsyncMPClient:
                     await self._inbox.closed.wait()
             except TimeoutError:
                 self._link.process.kill()
+            except BaseException:  # who waits no longer must not leave an engine that drains on
+                self._link.process.kill()
+                raise
         await self._inbox.closed.wait()
 
 
@@ -330,7 +336,7 @@ class _Reader:
         except EngineError as error:
             return error
         except Exception as error:  # whatever it is, those who wait must hear of it
-            return EngineDeadError(f"the engine's messages cannot be handled: {type(error).__name__}: {error}")
+            return self._link.mark_dead(f"its messages cannot be handled: {type(error).__name__}: {error}")
 
     def _tell(self, function: Callable[..., None], *args: Any) -> None:
         try:

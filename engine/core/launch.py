@@ -126,7 +126,8 @@ class EngineProcess:
         if code is None:
             how = "is still running"
         elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
+            names = {int(known): known.name for known in signal.Signals}
+            how = f"was ended by {names.get(-code, f'signal {-code}')}"
         else:
             how = f"ended with exit code {code}"
         self._reader.join(0.2 if code is not None else 0.0)  # the last lines may still be in the pipe
@@ -162,9 +163,12 @@ class EngineProcess:
     def _read_lines(self) -> None:
         assert self._popen.stdout is not None
         with self._popen.stdout as stream:
-            for line in stream:
-                self._lines.append(line.rstrip("\n"))
-                self._on_line(line.rstrip("\n"))
+            for line in map(str.rstrip, stream):
+                self._lines.append(line)
+                try:
+                    self._on_line(line)
+                except Exception:  # an engine whose output nobody reads would stop at its next line
+                    logger.exception("a line of the engine could not be passed on: %s", line)
 
     def _wait(self) -> None:
         self._popen.wait()

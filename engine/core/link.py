@@ -79,8 +79,11 @@ class EngineLink:
         """Raises what kept the engine from starting: `ConfigError`, `LoadError`, `EngineDeadError`."""
         frames = self._receive_frames(timeout_s)
         if frames is None:
-            raise self._mark_dead(f"it was not ready after {timeout_s:g} s")
-        hello = msgspec.msgpack.decode(b"".join(frames), type=EngineHello)
+            raise self.mark_dead(f"it was not ready after {timeout_s:g} s")
+        try:
+            hello = msgspec.msgpack.decode(b"".join(frames), type=EngineHello)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise self.mark_dead(f"its first message cannot be read: {error}") from error
         if isinstance(hello, EngineStartFailed):
             logger.debug("%s", hello.detail)
             kind = START_ERRORS.get(hello.code)
@@ -118,17 +121,17 @@ class EngineLink:
         if self._output in events or (events and self._output.poll(IN_FLIGHT_MS)):
             return self._receive_now()
         if events:
-            raise self._mark_dead("it ended")
+            raise self.mark_dead("it ended")
         return None
 
     def _receive_now(self) -> list[bytes]:
         frames = self._output.recv_multipart()
         if frames == [ENGINE_DEAD]:
             self.process.wait(DYING_S)
-            raise self._mark_dead("it met a fatal error")
+            raise self.mark_dead("it met a fatal error")
         return frames
 
-    def _mark_dead(self, how: str) -> EngineDeadError:
+    def mark_dead(self, how: str) -> EngineDeadError:
         """From now on every use raises this. The first cause stays."""
         if self._death is None:
             self._death = f"the engine is gone: {how}; {self.process.describe_exit()}"

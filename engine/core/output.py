@@ -64,3 +64,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Sampled tokens by request id: none for a chunk that did not reach the request's last known token."""
 
     sampled_token_ids: dict[str, list[int]]
+    errors: dict[str, str] = {}  # request id → why it cannot go on; the others do

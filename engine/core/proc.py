@@ -77,6 +77,14 @@ class _Added:
 
 
 @dataclass(frozen=True)
+class _Aborted:
+    """`number` counts aborts in the order of their arrival."""
+
+    number: int
+    request_ids: list[str]
+
+
+@dataclass(frozen=True)
 class _Wake:
     """Makes an idle loop look at its flags."""
 
@@ -96,11 +104,13 @@ class EngineCoreProc:
         self._input = make_socket(context, zmq.PULL)  # from here on the input thread's
         bind(self._input, input_socket)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._ordered: queue.SimpleQueue[_Added | Abort | Call | Shutdown | _Wake] = queue.SimpleQueue()
-        self._eager_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._ordered: queue.SimpleQueue[_Added | _Aborted | Call | Shutdown | _Wake] = queue.SimpleQueue()
+        self._eager_aborts: queue.SimpleQueue[_Aborted] = queue.SimpleQueue()
+        self._num_aborts_read = 0  # the input thread's
+        self._num_aborts_done = 0  # in their order
         self._handlers: dict[type, Any] = {
             _Added: self._add,
-            Abort: self._abort,
+            _Aborted: self._abort,
             Call: self._call,
             Shutdown: self._begin_shutdown,
             _Wake: lambda _: None,
@@ -171,7 +181,8 @@ class EngineCoreProc:
         except EngineError as error:
             self._refuse(request.request_id, error)
 
-    def _abort(self, message: Abort) -> None:
+    def _abort(self, message: _Aborted) -> None:
+        self._num_aborts_done = message.number
         self._send(EngineOutputs(self._core.abort(message.request_ids), self._core.stats()))
 
     def _call(self, message: Call) -> None:
@@ -185,11 +196,14 @@ class EngineCoreProc:
         self._stop_at_s = time.monotonic() + message.drain_s
 
     def _drain_aborts(self) -> Iterator[str]:
+        """Of aborts that came during this step. Earlier ones are done, and must not meet requests that came later."""
         while True:
             try:
-                yield from self._eager_aborts.get_nowait()
+                message = self._eager_aborts.get_nowait()
             except queue.Empty:
                 return
+            if message.number > self._num_aborts_done:
+                yield from message.request_ids
 
     def _refuse(self, request_id: str, error: Exception) -> None:
         self._output.put(EngineOutputs([EngineOutput(request_id, [], FinishReason.ERROR, error=str(error))]))
@@ -218,7 +232,11 @@ class EngineCoreProc:
             self._accept_request(message)
             return
         if isinstance(message, Abort):
-            self._eager_aborts.put(message.request_ids)  # for the step that runs now; the ordered one is for the rest
+            self._num_aborts_read += 1
+            aborted = _Aborted(self._num_aborts_read, message.request_ids)
+            self._eager_aborts.put(aborted)  # for the step that runs now; the ordered one is for the rest
+            self._ordered.put(aborted)
+            return
         self._ordered.put(message)
 
     def _accept_request(self, add: AddRequest) -> None:

@@ -113,12 +113,15 @@ class Scheduler:
         return self._build_output(batch)
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """Take in the sampled tokens of a step; one output per request that gained any.
+        """Take in the sampled tokens of a step; one output per request that gained any, or cannot go on.
 
-        Tokens of a request that has meanwhile finished or was aborted come too late and are dropped.
+        What comes for a request that has meanwhile finished or was aborted comes too late and is dropped.
         """
-        outputs: list[EngineOutput] = []
-        finished: list[Request] = []
+        finished = [self._requests[request_id] for request_id in result.errors if request_id in self._requests]
+        for failed in finished:
+            failed.error = result.errors[failed.request_id]
+            self._finish(failed, (FinishReason.ERROR, None))
+        outputs = [_output_of(failed, []) for failed in finished]
         for request_id, sampled in result.sampled_token_ids.items():
             request = self._requests.get(request_id)
             if request is None or not sampled:
@@ -247,7 +250,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._finished_ids.append(request.request_id)
         request.finish(*stop)
-        self._kv.free(request)
+        self._kv.free(request, forget=stop[0] is FinishReason.ERROR)
         del self._requests[request.request_id]
 
     def _drop_finished_from_running(self, finished: list[Request]) -> None:
@@ -276,4 +279,5 @@ def _output_of(request: Request, new_token_ids: list[int]) -> EngineOutput:
         stop_reason=request.stop_reason,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
+        error=request.error,
     )

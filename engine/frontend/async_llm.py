@@ -153,7 +153,10 @@ async def _handle_outputs(client: AsyncMPClient, processor: OutputProcessor) -> 
         except EngineDeadError as error:
             processor.fail_all(error)
             return
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            processor.fail_all(EngineDeadError("the engine's outputs are no longer read"))
+            raise
+        except BaseException:  # a panic of the tokenizer's library is no Exception
             logger.exception("the engine's outputs cannot be handled; the engine is stopped")
             client.kill()
 

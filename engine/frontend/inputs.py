@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import msgspec
 
-from inferd.engine.errors import ContextLengthExceeded, InvalidRequest
+from inferd.engine.errors import ContextLengthExceeded, InvalidRequest, check_unicode
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import AddRequest, MultimodalFeature
 from inferd.engine.params import SamplingParams
@@ -55,6 +55,8 @@ class InputProcessor:
 
     def process(self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]) -> PreparedRequest:
         """Raises `InvalidRequest` naming the field, `ContextLengthExceeded` when no token could be generated."""
+        for name in ("request_id", "client", "lane", "cache_salt"):
+            check_unicode(name, cast(str | None, fields.get(name)))
         request_id = fields.get("request_id") or f"gen-{secrets.token_hex(8)}"
         text, token_ids = self._tokens(prompt)
         self._check_token_ids("prompt", token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from inferd.engine.frontend.inputs import PreparedRequest
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import EngineOutput, FinishReason
 from inferd.engine.params import OutputKind
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -130,6 +133,12 @@ class RequestState:
             self._texts.append(self._detokenizer.finish())
         return self._finish(reason, stop_reason, now_s)
 
+    def fail(self, error: str, now_s: float) -> RequestOutput:
+        """Ends the request with what there is."""
+        report = self._finish(FinishReason.ERROR, None, now_s)
+        report.error = error
+        return report
+
     def _take(self, output: EngineOutput) -> str | None:
         """Appends tokens and text; the stop string that they completed."""
         if self._detokenizer is None:
@@ -192,14 +201,22 @@ class OutputProcessor:
         self._states[request.add.request_id] = RequestState(request, self._tokenizer, collector)
 
     def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
-        """Ids that are not (or no longer) live are passed over: the engine may not know yet that they ended."""
+        """Ids that are not (or no longer) live are passed over: the engine may not know yet that they ended.
+
+        A request whose text cannot be made fails, and the others do not notice.
+        """
         processed = ProcessedOutputs()
         now_s = time.monotonic()
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
                 continue
-            report, stopped_here = state.update(output, now_s)
+            try:
+                report, stopped_here = state.update(output, now_s)
+            except Exception as error:
+                logger.exception("the output of request %s cannot be turned into text", state.internal_id)
+                report = state.fail(f"its output cannot be turned into text: {type(error).__name__}: {error}", now_s)
+                stopped_here = output.finish_reason is None
             if stopped_here:
                 processed.ids_to_abort.append(state.internal_id)
             if report is not None:

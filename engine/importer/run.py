@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inferd.engine.errors import LoadError
+from inferd.engine.importer import sandbox
 
 IMPORT_TIMEOUT_S = 120.0
 _MAX_MESSAGE_CHARS = 2000
@@ -44,6 +45,7 @@ def run_child(module: str, arguments: Sequence[str], subject: str, timeout_s: fl
 def _environment() -> dict[str, str]:
     """No secrets; and no threads, whose stacks and arenas would count against the limit on address space."""
     return {
+        sandbox.PARENT_VARIABLE: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if os.path.isabs(path)),
         "TOKENIZERS_PARALLELISM": "false",
         "RAYON_NUM_THREADS": "1",

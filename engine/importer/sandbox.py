@@ -17,6 +17,9 @@ CPU_S = 300
 FILE_BYTES = 1 << 40
 OPEN_FILES = 64
 
+PARENT_VARIABLE = "INFERD_PARENT_PID"
+EXIT_PARENT_DIED = 3
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -37,6 +40,8 @@ def confine(cpu_s: int = CPU_S) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):  # it died while this one started
+        os._exit(EXIT_PARENT_DIED)
     _control(_PR_SET_NO_NEW_PRIVS, 1)
 
 

@@ -128,6 +128,8 @@ class TorchArchive:
 
 
 def _open_zip(path: Path) -> zipfile.ZipFile:
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+        raise LoadError(f"{path.name}: is not a regular file")
     with path.open("rb") as file:
         start = file.read(len(_LEGACY_MAGIC))
     if start == _LEGACY_MAGIC:

@@ -44,12 +44,12 @@ class VocabParallelEmbedding(VocabParallel):
 
 
 class ParallelLMHead(VocabParallel):
-    """hidden[m, h] -> logits[m, vocab] in the model's dtype."""
+    """hidden[m, h] -> logits[m, vocab] in float32."""
 
     _linear: Linear | None = None
 
     def prepare(self) -> None:
-        self._linear = self.target.ops.make_linear(self.table, None)
+        self._linear = self.target.ops.make_logits(self.table)
         del self.table  # what the kernel packed anew is held once; a tied table lives on in the embedding
         if "weight" in self.placements:
             del self.weight

@@ -7,6 +7,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,10 @@ def read_shards(folder: Path) -> list[Shard]:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Tensor name → entry, in the order of the data. Raises LoadError unless the tensors fill the file exactly."""
     try:
-        file_bytes = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
+            raise LoadError(f"{path} is no regular file")
+        file_bytes = found.st_size
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > file_bytes - 8:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inferd.engine.errors import EngineError
 from inferd.engine.sampling.batch import RandomRows, SamplingBatch
 
 PREFILTER_WIDTHS = (256, 4096)  # how many candidates top-k and top-p look at before they sort the whole vocabulary
+BROKEN = -1  # in place of a token id
 _CDF_BLOCK = 128  # tokens per block of the two-level inverse CDF
 
 
@@ -26,12 +26,18 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """logits[m, vocab], which may be overwritten, to ids[m] i64.
 
-        Raises EngineError, naming the requests, where a row has no greatest finite logit: a NaN, +inf, or all -inf.
+        `BROKEN` for a row that has no greatest finite logit: a NaN, +inf, or all -inf.
         """
         logits = logits.float()
         if batch.banned is not None:
             logits[batch.banned] = float("-inf")
-        _check_finite(logits, batch.request_ids)
+        finite = logits.amax(dim=-1).isfinite()  # amax passes a NaN on
+        if finite.all():
+            return self._sample(logits, batch)
+        logits[~finite] = 0.0  # anything that the arithmetic below can bear
+        return self._sample(logits, batch).masked_fill_(~finite, BROKEN)
+
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         if batch.all_greedy:
             return logits.argmax(dim=-1)
         token_ids = torch.empty(batch.num_rows, dtype=torch.int64, device=logits.device)
@@ -43,15 +49,6 @@ class Sampler:
             part = _take(logits, batch.restricted.rows)
             token_ids[batch.restricted.rows] = _sample_restricted(part, batch.restricted, self._prefilter_widths)
         return token_ids
-
-
-def _check_finite(logits: Tensor, request_ids: list[str]) -> None:
-    finite = logits.amax(dim=-1).isfinite()  # amax passes a NaN on
-    if not finite.all():
-        bad = [request_ids[row] for row in torch.nonzero(~finite).flatten().tolist()]
-        raise EngineError(
-            f"the model produced NaN or infinite logits for {', '.join(bad)}: its weights or this dtype do not work"
-        )
 
 
 def _take(tensor: Tensor, rows: list[int] | Tensor) -> Tensor:

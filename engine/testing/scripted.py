@@ -33,6 +33,7 @@ class ScriptedOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_blocks: int = 512  # with the null block
     fail_at_start: str | None = None  # the message of a `LoadError`
     fail_at_step: int | None = None  # counted from 1; fatal to the engine
+    breaks: str | None = None  # a request with this text in its prompt fails at its first token
     replies: dict[str, str] = {}
     """Text in a prompt → what is answered, then end of sequence. The first that matches; "" matches every prompt."""
 
@@ -52,6 +53,7 @@ class _Row:
     reply: list[int] | None  # without a scripted reply, letters are made up
     min_tokens: int
     num_prompt_tokens: int
+    breaks: bool
     checksum: int  # over all of `token_ids`
 
     def append(self, token_id: int) -> None:
@@ -110,14 +112,18 @@ class ScriptedExecutor:
     def sample_tokens(self, bitmask: Any | None = None) -> Future[ModelRunnerOutput]:
         time.sleep(self._options.delay_s)
         sampled: dict[str, list[int]] = {}
+        errors: dict[str, str] = {}
         for request_id in self._ready:
             row = self._rows[request_id]
+            if row.breaks:
+                errors[request_id] = "scripted failure of one request"
+                continue
             token_id = self._next_token(row)
             row.append(token_id)
             sampled[request_id] = [token_id]
         self._ready = []
         done: Future[ModelRunnerOutput] = Future()
-        done.set_result(ModelRunnerOutput(sampled))
+        done.set_result(ModelRunnerOutput(sampled, errors))
         return done
 
     def shutdown(self) -> None:
@@ -150,6 +156,8 @@ class ScriptedExecutor:
             reply=self._reply_to(new.token_ids[: new.num_prompt_tokens]),
             min_tokens=new.params.min_tokens,
             num_prompt_tokens=new.num_prompt_tokens,
+            breaks=self._options.breaks is not None
+            and self._options.breaks in self._text_of(new.token_ids[: new.num_prompt_tokens]),
             checksum=_checksum(new.token_ids),
         )
 
@@ -186,8 +194,11 @@ class ScriptedExecutor:
     def _reply_to(self, prompt_token_ids: list[int]) -> list[int] | None:
         if not self._replies:
             return None
-        prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
+        prompt = self._text_of(prompt_token_ids)
         return next((reply for key, reply in self._replies.items() if key in prompt), None)
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _checksum(token_ids: list[int], before: int = 0) -> int:

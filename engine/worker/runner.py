@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,16 @@ from inferd.engine.errors import NotSupported
 from inferd.engine.models.base import CausalLM
 from inferd.engine.params import SamplingParams
 from inferd.engine.sampling.batch import SamplingBatch
-from inferd.engine.sampling.sampler import Sampler
+from inferd.engine.sampling.sampler import BROKEN, Sampler
 from inferd.engine.worker.inputs import StepInputs, dummy_inputs, prepare_inputs
 from inferd.engine.worker.rows import InputBatch
+
+logger = logging.getLogger(__name__)
+
+NOT_FINITE = (
+    "the model computed NaN or infinite logits for this request; when all requests end so, "
+    "its weights are damaged or need another dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, bitmask: Any | None = None) -> ModelRunnerOutput:
-        """Raises EngineError naming the requests whose logits are NaN."""
+        """A request whose logits are no numbers gets an error in place of a token; its batch mates do not notice."""
         if bitmask is not None:
             raise NotSupported("sampling under a grammar's bitmask is not supported")
         if self._pending is None:
@@ -95,9 +103,13 @@ class ModelRunner:
             return ModelRunnerOutput({})
         batch = self._batch.sampling_batch(rows, self._device)
         token_ids = self.sampler(logits, batch).cpu().numpy()
+        sampled = dict(zip(batch.request_ids, token_ids.tolist(), strict=True))
+        errors = {request_id: NOT_FINITE for request_id, token_id in sampled.items() if token_id == BROKEN}
+        if errors:
+            logger.error("step without finite logits for %d of %d requests", len(errors), len(rows))
+            rows, token_ids = rows[token_ids != BROKEN], token_ids[token_ids != BROKEN]
         self._batch.append_tokens(rows, token_ids)
-        sampled = zip(batch.request_ids, token_ids.tolist(), strict=True)
-        return ModelRunnerOutput({request_id: [token_id] for request_id, token_id in sampled})
+        return ModelRunnerOutput({name: [token_id] for name, token_id in sampled.items() if name not in errors}, errors)
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, num_rows: int) -> None:

@@ -62,6 +62,7 @@ class MergeLse(Protocol):
 
 Linear = Callable[[Tensor], Tensor]  # x[n, in] -> [n, out]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+MakeLogits = Callable[[Tensor], Linear]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]  # gate_up[n, 2i], gate first -> [n, i]
     rope_store: RopeStore  # rotates q and k in place, writes k and v at their slots
     make_linear: MakeLinear  # weight[out, in], bias[out] | None -> Linear; may keep or repack the weight
+    make_logits: MakeLogits  # weight[vocab, in] -> a Linear whose results are float32
     paged_decode: PagedDecode  # one query token a row -> (out[n, hq, d], lse[n, hq] f32)
     paged_prefill: PagedPrefill  # any number of query tokens a row -> (out[t, hq, d], lse[t, hq] f32)
     prefix_attend: PrefixAttend  # every row over the same full blocks -> (out[n, hq, d], lse[n, hq] f32)

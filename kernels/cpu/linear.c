@@ -19,8 +19,15 @@ typedef struct {
     int64_t x_stride, num_rows;
     const bf16 *weight, *bias; /* bias may be NULL */
     int64_t out_features, in_features;
-    bf16 *out;
+    void *out; /* bf16, or float when `wide` */
+    int wide;
 } problem;
+
+INLINE void store_outputs(const problem *p, int64_t row, int64_t first_out, __mmask16 m, __m512 y) {
+    const int64_t place = row * p->out_features + first_out;
+    if (p->wide) _mm512_mask_storeu_ps((float *)p->out + place, m, y);
+    else store_narrow((bf16 *)p->out + place, m, y);
+}
 
 /* Lane i: the sum of all lanes of r[i]. */
 INLINE __m128 sum_lanes4(const __m512 r[4]) {
@@ -51,7 +58,7 @@ INLINE void dot_tile(const problem *p, int64_t first_row, const int rows, int64_
     const __m512 bias = p->bias ? load_wide(0xf, p->bias + first_out) : _mm512_setzero_ps();
     UNROLL for (int r = 0; r < rows; r++) {
         const __m512 y = _mm512_add_ps(_mm512_castps128_ps512(sum_lanes4(sum[r])), bias);
-        store_narrow(p->out + (first_row + r) * p->out_features + first_out, 0xf, y);
+        store_outputs(p, first_row + r, first_out, 0xf, y);
     }
 }
 
@@ -109,7 +116,7 @@ INLINE void lane_tile(const problem *p, const int blocks, const uint32_t *packed
         const __m512 bias = p->bias ? load_wide(m, p->bias + first_out) : _mm512_setzero_ps();
         const int64_t row = first_row + b * BLOCK_ROWS;
         for (int i = 0; i < 16 && row + i < p->num_rows; i++)
-            store_narrow(p->out + (row + i) * p->out_features + first_out, m, _mm512_add_ps((__m512)r[i], bias));
+            store_outputs(p, row + i, first_out, m, _mm512_add_ps((__m512)r[i], bias));
     }
 }
 
@@ -160,10 +167,10 @@ static int lanes_linear(const problem *p) {
     return INFERD_OK;
 }
 
-/* Needs an even in_features and out_features >= 8; x_stride in elements. */
+/* Needs an even in_features and out_features >= 8; x_stride in elements; out is float when `wide`, else bf16. */
 int inferd_linear(const bf16 *x, int64_t x_stride, int64_t num_rows, const bf16 *weight, const bf16 *bias,
-                  int64_t out_features, int64_t in_features, bf16 *out) {
-    const problem p = {x, x_stride, num_rows, weight, bias, out_features, in_features, out};
+                  int64_t out_features, int64_t in_features, void *out, int wide) {
+    const problem p = {x, x_stride, num_rows, weight, bias, out_features, in_features, out, wide};
     if (num_rows > DOT_ROWS) return lanes_linear(&p);
     const int64_t share = out_features / (SHARES * inferd_threads()) / DOT_OUTPUTS * DOT_OUTPUTS + DOT_OUTPUTS;
     const int64_t num_shares = (out_features + share - 1) / share;

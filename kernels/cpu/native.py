@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[type[Any], ...]] = {
         *(_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT),
         *(_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT),
     ),
-    "inferd_linear": (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER),
+    "inferd_linear": (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _FLAG),
     "inferd_paged_decode": (
         *(_POINTER, _INT, _INT, _INT, *_CACHE, _POINTER, _INT, _INT, _POINTER),
         *(_FLOAT, _INT, _POINTER, _POINTER),
@@ -104,9 +104,10 @@ class NativeKernels:
         if status:
             raise _error("rope_store", status)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Over the weight as it lies: [out, in], dense; see `accepts_linear`."""
+    def linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        """Over the weight as it lies: [out, in], dense; see `accepts_linear`. `wide` leaves its sums in float32."""
         function, dtype, empty = self._linear, _BF16, torch.empty
+        out_dtype = torch.float32 if wide else _BF16
         out_features, in_features = weight.shape
         weight_address, bias_address = weight.data_ptr(), None if bias is None else bias.data_ptr()
         owners = (weight, bias)  # the addresses are good for as long as these live
@@ -116,7 +117,7 @@ class NativeKernels:
             row_stride, dense = x.stride()
             if x.dtype is not dtype or dense != 1 or width != in_features:
                 raise TypeError(f"linear takes dense bfloat16 rows of {in_features}, not {x.dtype} {tuple(x.shape)}")
-            out = empty((num_rows, out_features), dtype=dtype)
+            out = empty((num_rows, out_features), dtype=out_dtype)
             status = function(
                 x.data_ptr(),
                 row_stride,
@@ -126,6 +127,7 @@ class NativeKernels:
                 out_features,
                 in_features,
                 out.data_ptr(),
+                wide,
             )
             if status:
                 raise _error("linear", status)

@@ -28,12 +28,18 @@ def native_ops(cache_dir: Path, *, strict: bool) -> Ops:
             return linear.make_linear(weight, bias)
         return kernels.linear(weight, bias)
 
+    def make_logits(weight: Tensor) -> Linear:
+        if accepts_linear(weight, None):
+            return linear.make_logits(weight)
+        return kernels.linear(weight, None, wide=True)
+
     return Ops(
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
         silu_mul=kernels.silu_mul,
         rope_store=kernels.rope_store,
         make_linear=make_linear,
+        make_logits=make_logits,
         paged_decode=kernels.paged_decode,
         paged_prefill=kernels.paged_prefill,
         prefix_attend=kernels.prefix_attend,

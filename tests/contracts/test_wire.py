@@ -64,7 +64,7 @@ OTHERS: list[tuple[Any, Any]] = [
         ),
         SchedulerOutput,
     ),
-    (ModelRunnerOutput({"r-1": [5], "r-2": []}), ModelRunnerOutput),
+    (ModelRunnerOutput({"r-1": [5], "r-2": []}, {"r-3": "no logits"}), ModelRunnerOutput),
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 from inferd.engine.config import EngineArgs
 from inferd.engine.errors import ContextLengthExceeded, EngineDeadError, InvalidRequest, RequestFailed
 from inferd.engine.frontend.async_llm import AsyncLLM
+from inferd.engine.frontend.detokenize import ByteLevelDecoder
 from inferd.engine.frontend.inputs import PreparedRequest, Prompt
 from inferd.engine.frontend.outputs import OutputProcessor, RequestOutput
 from inferd.engine.messages import FinishReason
@@ -218,6 +219,77 @@ async def test_an_engine_that_is_dropped_ends(start_llm: StartLLM, tmp_path: Pat
     del llm
     gc.collect()
     await until(lambda: not os.listdir(run_dir))
+
+
+async def test_cancelled_at_any_await_nothing_stays(start_llm: StartLLM) -> None:
+    """A consumer is cancelled after so many turns of the loop: before its request is sent, while it waits, between
+    outputs, and after the end."""
+    llm = await start_llm()
+    for num_turns in range(40):
+        tasks = [
+            asyncio.create_task(collect(llm, "hello", params(max_tokens=200))),
+            asyncio.create_task(collect(llm, "hello", params(max_tokens=2))),
+            asyncio.create_task(collect(llm, "word " * 5_000, params())),  # prepared on a thread, and refused
+        ]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert llm.num_unfinished == 0
+    await wait_until_idle(llm)
+    assert text_of(await collect(llm, "again", params())) != ""
+
+
+async def test_a_request_that_breaks_in_the_engine_fails_alone(start_llm: StartLLM) -> None:
+    llm = await start_llm(breaks="broken")
+    good, bad = await asyncio.gather(
+        collect(llm, "hello", params()), collect(llm, "broken", params()), return_exceptions=True
+    )
+    assert isinstance(good, list)
+    assert isinstance(bad, RequestFailed)
+    assert "scripted failure of one request" in str(bad)
+    await wait_until_idle(llm)
+
+
+async def test_text_that_cannot_be_made_ends_one_stream(start_llm: StartLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = await start_llm(replies={"bad": "~" * 200})
+    feed = ByteLevelDecoder.feed
+
+    def fail(decoder: ByteLevelDecoder, token_id: int) -> str:
+        if token_id == ord("~"):
+            raise ValueError("planted")
+        return feed(decoder, token_id)
+
+    monkeypatch.setattr(ByteLevelDecoder, "feed", fail)
+    good, bad = await asyncio.gather(
+        collect(llm, "hello", params()), collect(llm, "bad", params(max_tokens=190)), return_exceptions=True
+    )
+    assert isinstance(good, list)
+    assert isinstance(bad, RequestFailed)
+    assert "planted" in str(bad)
+    await wait_until_idle(llm)
+    assert (await llm.call("stats"))["generated_tokens"] < 190
+
+
+class Panic(BaseException):
+    """What a library in Rust raises when it gives up."""
+
+
+async def test_even_a_panic_in_the_front_reaches_every_stream(
+    start_llm: StartLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = await start_llm(delay_s=0.005)
+
+    def process(self: OutputProcessor, outputs: Any) -> None:
+        raise Panic("planted")
+
+    streams = [asyncio.create_task(collect(llm, "hello", params(max_tokens=200))) for _ in range(4)]
+    await until(lambda: llm.stats.running == 4)
+    monkeypatch.setattr(OutputProcessor, "process", process)
+    async with asyncio.timeout(20):
+        results = await asyncio.gather(*streams, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineDeadError] * 4
 
 
 async def test_a_failure_in_the_front_reaches_every_stream(

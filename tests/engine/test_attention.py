@@ -122,7 +122,7 @@ def check(backend: AttentionBackend, step: Step, window: int | None = None) -> N
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize(("heads", "head_size"), [((4, 4), 80), ((9, 3), 64), ((8, 2), 20), ((8, 1), 128)])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -136,10 +136,10 @@ def check(backend: AttentionBackend, step: Step, window: int | None = None) -> N
     ids=["one", "decode", "prompt", "chunks", "mixed", "mixed, unordered"],
 )
 def test_ragged_batches(
-    served: Served, rows: list[tuple[int, int]], heads: tuple[int, int], window: int | None
+    served: Served, rows: list[tuple[int, int]], heads: tuple[int, int], head_size: int, window: int | None
 ) -> None:
     backend, dtype = served
-    check(backend, make_step(rows, dtype=dtype, heads=heads, window=window), window)
+    check(backend, make_step(rows, dtype=dtype, heads=heads, head_size=head_size, window=window), window)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -171,9 +171,18 @@ def test_random_batches(served: Served, seed: int) -> None:
     ],
     ids=["all rows", "some rows", "two prefixes", "prompts", "mixed"],
 )
-def test_shared_prefixes(served: Served, rows: list[tuple[int, int]], shared: list[tuple[int, list[int]]]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "head_size"), [((8, 2), 16), ((4, 4), 20), ((9, 3), 64), ((8, 1), 80), ((4, 1), 128)]
+)
+def test_shared_prefixes(
+    served: Served,
+    rows: list[tuple[int, int]],
+    shared: list[tuple[int, list[int]]],
+    heads: tuple[int, int],
+    head_size: int,
+) -> None:
     backend, dtype = served
-    check(backend, make_step(rows, dtype=dtype, shared=shared))
+    check(backend, make_step(rows, dtype=dtype, shared=shared, heads=heads, head_size=head_size))
 
 
 def test_a_window_reads_shared_blocks_row_by_row(served: Served) -> None:

@@ -135,6 +135,21 @@ def test_the_cache_is_reset_only_when_nobody_uses_a_block():
     assert all(block.block_hash is None for block in blocks)
 
 
+def test_forgotten_content_is_not_found_and_its_users_go_on():
+    pool = BlockPool(4)
+    first, second = pool.get_new_blocks(2)
+    pool.cache_full_blocks([first, second], [key(1), key(1)])
+    pool.touch([first])
+    pool.forget([first])
+    assert pool.get_cached_block(key(1)) is second
+    pool.forget([first, second])
+    assert pool.num_cached_hashes == 0
+    pool.free_blocks([first, second])
+    assert pool.num_free_blocks == 2
+    pool.free_blocks([first])
+    assert pool.free_block_ids()[0] == first.block_id
+
+
 class NaivePool:
     """The same contract over plain lists."""
 
@@ -170,6 +185,10 @@ class NaivePool:
         self.hashes[block_id] = name
         self.found.setdefault(name, []).append(block_id)
 
+    def forget(self, block_id: int) -> None:
+        if block_id in self.hashes:
+            self.found[self.hashes.pop(block_id)].remove(block_id)
+
 
 def test_ten_thousand_random_operations_agree_with_plain_lists():
     rng = random.Random(4)
@@ -194,6 +213,10 @@ def test_ten_thousand_random_operations_agree_with_plain_lists():
                 block_id, name = rng.choice(unhashed), rng.choice(names)
                 pool.cache_full_blocks([blocks[block_id]], [name])
                 naive.cache(block_id, name)
+        elif choice < 0.83 and used:
+            block_id = rng.choice(used)
+            pool.forget([blocks[block_id]])
+            naive.forget(block_id)
         else:
             hit = pool.get_cached_block(rng.choice(names))
             if hit is not None:

@@ -153,6 +153,26 @@ def test_the_target_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*partial"))
 
 
+def test_a_target_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    source = saved(tmp_path / "model.pt", {"a": torch.ones(2)})
+    with pytest.raises(LoadError, match=r"model\.pt is no folder"):
+        convert_folder(source, source)
+    with pytest.raises(LoadError, match="not there: No such file"):
+        convert_folder(source, tmp_path / "not there" / "target")
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "model.bin")
+    with pytest.raises(LoadError, match="holds no checkpoint"):
+        convert(tmp_path, tmp_path)
+    with pytest.raises(LoadError, match="neither a checkpoint nor a folder"):
+        convert(tmp_path / "model.bin", tmp_path)
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "model.bin"}}')
+    with pytest.raises(LoadError, match=r"model\.bin: is not a regular file"):
+        convert(tmp_path, tmp_path)
+
+
 def test_the_checkpoint_in_a_folder_is_found_or_asked_for(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

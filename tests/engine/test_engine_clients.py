@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ import zmq
 
 from inferd.engine.config import EngineArgs
 from inferd.engine.core.client import AsyncMPClient, EngineCoreClient, InprocClient, MPClient
+from inferd.engine.core.link import EngineLink
 from inferd.engine.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from inferd.engine.messages import AddRequest, EngineOutput, EngineOutputs, FinishReason
 from inferd.engine.params import SamplingParams
 from inferd.engine.testing.model_folder import make_model_folder
+from inferd.engine.testing.scripted import ScriptedExecutor
 
 
 class FromOrdinaryCode:
@@ -148,6 +152,38 @@ def test_a_refused_request_fails_alone(make_client: MakeClient) -> None:
     assert done["empty"].finish_reason is done["long"].finish_reason is FinishReason.ERROR
     assert "empty" in str(done["empty"].error)
     assert "prompt is too long" in str(done["long"].error)
+
+
+def test_a_request_that_breaks_in_a_step_fails_alone(make_client: MakeClient) -> None:
+    client = make_client(breaks="broken")
+    for name, prompt in (("good", b"hello"), ("bad", b"broken"), ("late", b"also good")):
+        client.add(make_add(name, prompt))
+    done = finish(client, "good", "bad", "late")
+    assert (done["bad"].finish_reason, done["bad"].new_token_ids) == (FinishReason.ERROR, [])
+    assert "scripted failure of one request" in str(done["bad"].error)
+    assert {done[name].finish_reason for name in ("good", "late")} == {FinishReason.LENGTH}
+    stats = client.call("stats")
+    assert (stats["running"], stats["blocks_free"]) == (0, stats["blocks_total"])
+
+
+def test_an_abort_does_not_reach_a_request_that_comes_after_it(make_client: MakeClient) -> None:
+    client = make_client()
+    client.abort(["a"])
+    client.add(make_add("a"))
+    assert finish(client, "a")["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_an_abort_on_the_heels_of_its_request(make_client: MakeClient) -> None:
+    """Whichever is first, each ends once, and nothing of it stays."""
+    client = make_client()
+    for round_ in range(50):
+        client.add(make_add(f"r{round_}", b"hello" * (1 + round_ % 9), max_tokens=15))
+        client.abort([f"r{round_}"])
+    client.add(make_add("last"))
+    done = finish(client, *(f"r{round_}" for round_ in range(50)), "last")
+    assert {output.finish_reason for output in done.values()} <= {FinishReason.ABORT, FinishReason.LENGTH}
+    stats = client.call("stats")
+    assert (stats["running"], stats["waiting"], stats["blocks_free"]) == (0, 0, stats["blocks_total"])
 
 
 def test_abort_is_idempotent_and_gives_blocks_back(make_client: MakeClient) -> None:
@@ -348,13 +384,102 @@ async def test_a_start_that_takes_too_long_is_given_up(make_args: Callable[..., 
     assert os.listdir(run_dir) == []
 
 
-async def test_cancelling_a_start_ends_the_engine(make_args: Callable[..., EngineArgs], run_dir: Path) -> None:
+async def test_cancelling_a_start_ends_the_engine(
+    make_args: Callable[..., EngineArgs], run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     starting = asyncio.create_task(AsyncMPClient.start(make_args(load_s=60.0), run_dir))
     await asyncio.sleep(0.2)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert os.listdir(run_dir) == []
+    del starting
+    gc.collect()
+    assert caplog.text == ""  # an error that nobody looked at would be told here
+
+
+def test_a_failed_step_in_this_process_leaves_nothing_open(
+    make_args: Callable[..., EngineArgs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shut_down: list[object] = []
+    monkeypatch.setattr(ScriptedExecutor, "shutdown", lambda executor: shut_down.append(executor))
+    client = InprocClient(make_args(fail_at_step=1))
+    client.add(make_add("a"))
+    with pytest.raises(EngineDeadError):
+        client.get_outputs()
+    client.shutdown()
+    client.shutdown()
+    assert len(shut_down) == 1
+
+
+async def test_calls_end_when_the_reader_fails(
+    make_args: Callable[..., EngineArgs], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even in the moment in which the engine is still there: nobody may begin to wait on a reader that has ended."""
+    closing, may_close = threading.Event(), threading.Event()
+    close = EngineLink.close
+
+    def slow_close(link: EngineLink) -> None:
+        closing.set()
+        may_close.wait(10)
+        close(link)
+
+    def fail(link: EngineLink, timeout_s: float | None) -> None:
+        raise MemoryError("planted")
+
+    client = await AsyncMPClient.start(make_args(), run_dir)
+    monkeypatch.setattr(EngineLink, "close", slow_close)
+    monkeypatch.setattr(EngineLink, "receive", fail)
+    await client.abort(["makes it"])
+    try:
+        async with asyncio.timeout(30):
+            with contextlib.suppress(EngineDeadError):
+                await client.call("stats")  # what it answers wakes the reader, which then fails
+            await asyncio.to_thread(closing.wait)
+            with pytest.raises(EngineDeadError, match="planted"):
+                await client.call("stats")
+            with pytest.raises(EngineDeadError, match="planted"):
+                await client.add(make_add("a"))
+    finally:
+        may_close.set()
+        await client.shutdown()
+    assert os.listdir(run_dir) == []
+
+
+async def test_a_cancelled_shutdown_ends_the_engine(make_args: Callable[..., EngineArgs], run_dir: Path) -> None:
+    client = await AsyncMPClient.start(make_args(delay_s=0.05), run_dir)
+    await client.add(make_add("a", max_tokens=50))
+    await client.get_outputs()
+    stopping = asyncio.create_task(client.shutdown(drain_s=1000.0))
+    await asyncio.sleep(0.05)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    async with asyncio.timeout(10):
+        assert "SIGKILL" in str(await client.wait_dead())
+
+
+def test_garbage_in_place_of_the_hello_is_a_failed_start(
+    make_args: Callable[..., EngineArgs], run_dir: Path, send_raw: Callable[[Path, list[bytes]], None]
+) -> None:
+    link = EngineLink(make_args(load_s=60.0), run_dir)
+    send_raw(link.process.paths.output_socket, [b"\x91nonsense"])
+    with pytest.raises(EngineDeadError, match="cannot be read"):
+        link.wait_ready(30.0)
+    link.close()
+    assert os.listdir(run_dir) == []
+
+
+def test_a_failing_listener_does_not_stop_the_log(make_args: Callable[..., EngineArgs], run_dir: Path) -> None:
+    lines: list[str] = []
+
+    def listen(line: str) -> None:
+        lines.append(line)
+        raise RuntimeError("planted")
+
+    client = MPClient(make_args(), run_dir, on_line=listen)
+    client.shutdown()
+    assert any("ready after" in line for line in lines)
 
 
 def test_what_the_engine_prints_is_passed_on(make_args: Callable[..., EngineArgs], run_dir: Path) -> None:

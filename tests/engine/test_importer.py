@@ -30,6 +30,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from inferd.engine.errors import LoadError
+from inferd.engine.importer import sandbox
 from inferd.engine.importer.main import import_file
 from inferd.engine.importer.run import import_gguf, run_child
 from inferd.engine.loader.gguf import iterate_gguf
@@ -300,6 +301,22 @@ sandbox.report(lambda: bytearray(8 << 30) and None)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "more than the 4 GB of memory" in json.loads(done.stdout)["error"]
+
+
+def test_a_child_whose_parent_is_gone_already_ends(tmp_path: Path) -> None:
+    """The parent died while the child was still starting: nobody will be watched for."""
+    script = """
+from inferd.engine.importer import sandbox
+sandbox.confine()
+print("went on")
+"""
+    environment = os.environ | {sandbox.PARENT_VARIABLE: str(os.getpid())}
+    with_parent = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(with_parent, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "went on\n"
+    orphan = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *with_parent]
+    done = subprocess.run(orphan, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("", sandbox.EXIT_PARENT_DIED)
 
 
 def test_the_child_dies_with_its_parent() -> None:

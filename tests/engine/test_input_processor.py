@@ -45,6 +45,14 @@ def test_internal_ids_differ_for_equal_names(processor: InputProcessor) -> None:
     assert first.add.request_id.startswith("mine-")
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "client", "lane", "request_id"])
+def test_half_a_surrogate_pair_in_a_field_is_refused(processor: InputProcessor, name: str) -> None:
+    """JSON can hold it, no message can."""
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        processor.process("hi", SamplingParams(), **{name: "a\ud800"})
+    assert caught.value.param == name
+
+
 def test_fields_reach_the_engine(processor: InputProcessor) -> None:
     add = processor.process("hi", SamplingParams(), client="key-7", lane="batch", cache_salt="s").add
     assert (add.client, add.lane, add.cache_salt) == ("key-7", "batch", "s")

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from inferd.engine.config import EngineArgs
-from inferd.engine.errors import ConfigError, EngineDeadError, InvalidRequest
+from inferd.engine.core.client import InprocClient
+from inferd.engine.errors import ConfigError, EngineDeadError, InvalidRequest, RequestFailed
 from inferd.engine.frontend.inputs import TokensPrompt
 from inferd.engine.frontend.llm import LLM
 from inferd.engine.frontend.llm_engine import LLMEngine
+from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import FinishReason
 from inferd.engine.params import OutputKind, SamplingParams
 from inferd.engine.testing.model_folder import make_model_folder
@@ -66,6 +68,28 @@ def test_one_bad_prompt_leaves_nothing_behind(make_llm: MakeLLM) -> None:
     with pytest.raises(InvalidRequest, match="2 prompts but 1"):
         llm.generate(["a", "b"], [SamplingParams()])
     assert llm.generate("capital")[0].outputs[0].text == "Paris."
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        (["good", "", "good"], InvalidRequest),
+        (["good", [1, 10**6]], InvalidRequest),
+        (["good", "broken"], RequestFailed),
+    ],
+)
+def test_a_bad_prompt_aborts_the_others_in_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[Any], error: type[Exception]
+) -> None:
+    folder = make_model_folder(tmp_path / "breaking", breaks="broken")
+    client = InprocClient(EngineArgs(model=str(folder), executor="scripted", device="cpu"))
+    engine = LLMEngine(client, Tokenizer.from_folder(folder))
+    monkeypatch.setattr(LLMEngine, "from_args", lambda *args, **options: engine)
+    with pytest.raises(error):
+        LLM(folder).generate(prompts, SamplingParams(max_tokens=100))
+    stats = client.call("stats")
+    assert (stats["running"], stats["waiting"], stats["blocks_free"]) == (0, 0, stats["blocks_total"])
+    assert engine.num_unfinished == 0
 
 
 def test_stop_strings_work_offline(make_llm: MakeLLM) -> None:

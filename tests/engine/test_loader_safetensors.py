@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -346,3 +347,11 @@ def test_any_bytes_are_a_load_error_or_a_header(data: bytes, tmp_path_factory: p
     except LoadError:
         return
     assert set(entries) == set(load_file(path))
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    """Opening it would wait for a writer."""
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(LoadError, match=r"model\.safetensors is no regular file"):
+        read_header(path)

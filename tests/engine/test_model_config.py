@@ -53,6 +53,28 @@ def test_generation_config_names_every_end_of_turn(read: Read) -> None:
     assert read({"eos_token_id": [7, 2]}).eos_token_ids == (7, 2)
 
 
+def test_an_end_that_the_model_cannot_sample_is_none(read: Read) -> None:
+    assert read({"eos_token_id": [7, 100]}).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("eos_token", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False}])
+def test_the_tokenizers_own_end_counts_too(read: Read, tmp_path: Path, eos_token: Any) -> None:
+    """Fine-tuned chat models often name the end of a turn there alone."""
+    added = [{"id": 9, "content": "<|im_start|>", "special": True}, {"id": 8, "content": "<|im_end|>", "special": True}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"</s>": 3}}}))
+    assert read().eos_token_ids == (2, 8)
+    assert read({"eos_token_id": [8, 5]}).eos_token_ids == (8, 5)
+
+
+@pytest.mark.parametrize("tokenizer", ['{"added_tokens": 3}', '{"added_tokens": [{"id": "x", "content": "y"}]}', "["])
+def test_a_broken_tokenizer_file_is_named(read: Read, tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(LoadError, match=r"tokenizer\.json"):
+        read()
+
+
 @pytest.mark.parametrize(
     ("fields", "rope"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from inferd.engine.errors import EngineDeadError, RequestFailed
+from inferd.engine.frontend.detokenize import ByteLevelDecoder
 from inferd.engine.frontend.inputs import InputProcessor, PreparedRequest
 from inferd.engine.frontend.outputs import OutputProcessor, RequestOutput, RequestOutputCollector
 from inferd.engine.frontend.tokenizer import Tokenizer
@@ -210,6 +211,29 @@ async def test_a_failed_request_raises_at_its_collector(
     processor.process([output(request, "", FinishReason.ERROR, error="no such adapter")])
     with pytest.raises(RequestFailed, match="no such adapter"):
         await collector.get()
+
+
+def test_text_that_cannot_be_made_fails_one_request(
+    processor: OutputProcessor, prepare: Callable[..., PreparedRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = prepare(request_id="good"), prepare(request_id="bad")
+    for request in (good, bad):
+        processor.add(request)
+    feed = ByteLevelDecoder.feed
+
+    def fail(decoder: ByteLevelDecoder, token_id: int) -> str:
+        if token_id == ord("~"):
+            raise ValueError("planted")
+        return feed(decoder, token_id)
+
+    monkeypatch.setattr(ByteLevelDecoder, "feed", fail)
+    processed = processor.process([output(bad, "a~"), output(good, "a")])
+    assert processed.ids_to_abort == [bad.add.request_id]
+    failed, fine = processed.reports
+    assert (failed.finished, failed.outputs[0].finish_reason) == (True, FinishReason.ERROR)
+    assert "ValueError: planted" in str(failed.error)
+    assert texts([fine]) == ["a"]
+    assert processor.num_unfinished == 1
 
 
 def test_without_a_tokenizer_there_are_only_ids(tmp_path: Path) -> None:

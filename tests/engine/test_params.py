@@ -85,3 +85,9 @@ def test_unknown_fields_do_not_come_through_the_wire() -> None:
     frame = msgspec.msgpack.encode({"temprature": 1.0})
     with pytest.raises(msgspec.ValidationError, match="temprature"):
         msgspec.msgpack.decode(frame, type=SamplingParams)
+
+
+def test_a_stop_string_is_valid_unicode() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        SamplingParams(stop=["a\ud800"])
+    assert caught.value.param == "stop"

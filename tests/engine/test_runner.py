@@ -155,18 +155,19 @@ def test_halves_of_a_step_alternate(worker: Worker) -> None:
         worker.sample_tokens()
 
 
-def test_nan_logits_name_their_request(worker: Worker) -> None:
-    worker.execute_model(
-        step(
-            {"fine": 2, "lost": 1},
-            new=[
-                new_request("fine", [20, 21], [1]),
-                new_request("lost", [20, 21, 22, 23, 24], [2, 3], num_computed_tokens=4),  # nobody filled block 2
-            ],
-        )
-    )
-    with pytest.raises(EngineError, match="NaN or infinite logits for lost:"):
-        worker.sample_tokens()
+def test_a_request_with_nan_logits_fails_alone(worker: Worker) -> None:
+    alone = run(worker, step({"alone": 2}, new=[new_request("alone", [20, 21], [5])], finished_ids=[]))["alone"]
+    new = [
+        new_request("lost", [20, 21, 22, 23, 24], [2, 3], num_computed_tokens=4),  # nobody filled block 2
+        new_request("fine", [20, 21], [1]),
+    ]
+    worker.execute_model(step({"lost": 1, "fine": 2}, new=new))
+    result = worker.sample_tokens()
+    assert result.sampled_token_ids == {"fine": alone}
+    assert list(result.errors) == ["lost"]
+    assert "NaN or infinite logits" in result.errors["lost"]
+    again = run(worker, step({"fine": 1, "alone": 1}, known=known(fine=2, alone=2), finished_ids=["lost"]))
+    assert again["fine"] == again["alone"]
 
 
 def test_calls_out_of_order_are_refused(make_config: MakeConfig) -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inferd.engine.errors import EngineError
 from inferd.engine.params import SamplingParams
 from inferd.engine.sampling.batch import ALL_TOKENS, RandomRows, SamplingBatch, SamplingColumns
-from inferd.engine.sampling.sampler import Sampler
+from inferd.engine.sampling.sampler import BROKEN, Sampler
 
 CPU = torch.device("cpu")
 ALMOST_ONE = math.nextafter(1.0, 0.0)
@@ -200,17 +199,18 @@ def test_min_tokens_bans_every_way_to_stop(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_logits_name_their_requests(bad: float, temperature: float) -> None:
-    logits = random_logits(3, 50)
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[2], MIXES[6]])
+def test_a_broken_row_is_marked_and_its_mates_do_not_notice(bad: float, mix: dict[str, Any]) -> None:
+    logits = random_logits(3, 500)
+    batch = batch_of([SamplingParams(**mix)] * 3)
+    expected = Sampler()(logits.clone(), batch).tolist()
     logits[1, 17] = bad
-    with pytest.raises(EngineError, match="NaN or infinite logits for request-1:"):
-        Sampler()(logits, batch_of([SamplingParams(temperature=temperature)] * 3))
+    assert Sampler()(logits, batch).tolist() == [expected[0], BROKEN, expected[2]]
 
 
-def test_a_row_without_any_possible_token_is_broken() -> None:
-    with pytest.raises(EngineError, match="request-0"):
-        Sampler()(torch.full((1, 50), -math.inf), batch_of([SamplingParams()]))
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_row_without_any_possible_token_is_broken(mix: dict[str, Any]) -> None:
+    assert Sampler()(torch.full((1, 50), -math.inf), batch_of([SamplingParams(**mix)])).tolist() == [BROKEN]
 
 
 def test_half_precision_logits() -> None:

@@ -325,6 +325,39 @@ class TestEnds:
         scheduler.abort(["a"])
         assert scheduler.stats().blocks_free == 4
 
+    def test_a_request_that_the_workers_give_up_on_fails_alone(self, make_scheduler, make_request):
+        scheduler = make_scheduler()
+        for name in ("lost", "fine"):
+            scheduler.add(make_request(name, range(10, 19), max_tokens=5))
+        output = scheduler.schedule()
+        failed, good = scheduler.update_from_output(output, ModelRunnerOutput({"fine": [50]}, {"lost": "no logits"}))
+        assert (failed.request_id, failed.finish_reason, failed.error) == ("lost", FinishReason.ERROR, "no logits")
+        assert (good.new_token_ids, good.finish_reason, good.error) == ([50], None, None)
+        after = scheduler.schedule()
+        assert after.finished_ids == ["lost"]
+        assert list(after.num_scheduled_tokens) == ["fine"]
+        scheduler.abort(["fine"])
+        assert scheduler.stats().blocks_free == scheduler.stats().blocks_total
+
+    def test_what_a_failed_request_left_in_the_cache_is_not_found(self, make_scheduler, make_request):
+        scheduler = make_scheduler()
+        for name, tokens, errors in (
+            ("fine", {"fine": [2]}, {}),
+            ("lost", {}, {"lost": "no logits"}),
+            ("next", {}, {}),
+        ):
+            scheduler.add(make_request(name, range(10, 19), max_tokens=5))
+            output = scheduler.schedule()
+            assert output.new[0].num_computed_tokens == (8 if name == "lost" else 0)
+            scheduler.update_from_output(output, ModelRunnerOutput(tokens, errors))
+
+    def test_a_failure_of_an_aborted_request_is_dropped(self, make_scheduler, make_request):
+        scheduler = make_scheduler()
+        scheduler.add(make_request("a"))
+        output = scheduler.schedule()
+        scheduler.abort(["a"])
+        assert scheduler.update_from_output(output, ModelRunnerOutput({}, {"a": "no logits"})) == []
+
     def test_a_chunk_without_a_token_gives_no_output(self, make_scheduler, make_request):
         scheduler = make_scheduler(budget=2)
         scheduler.add(make_request("a", [5, 6, 7]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +85,14 @@ def test_linear(native: Ops, twin: Ops, rows: int, shape: tuple[int, int]) -> No
         assert_close(native.make_linear(weight, some_bias)(x), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 22, 23, 49])
+def test_logits_keep_their_float32_sums(native: Ops, twin: Ops, rows: int) -> None:
+    x, weight = randn(rows, 576), randn(333, 576, seed=1)
+    logits = native.make_logits(weight)(x)
+    assert logits.dtype == twin.make_logits(weight)(x).dtype == torch.float32
+    torch.testing.assert_close(logits, x.float() @ weight.float().T, atol=1e-3, rtol=1e-4)
+
+
 @pytest.mark.parametrize("window", [None, 1, 19])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_size", [16, 20, 64, 80, 128])
@@ -127,11 +138,12 @@ def test_paged_prefill(
 
 
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_size", [20, 64, 80, 128])
 @pytest.mark.parametrize("rows", [1, 5, 16, 40])
 def test_prefix_attend(
-    native: Ops, twin: Ops, paged_batch: Callable[..., Any], heads: tuple[int, int], rows: int
+    native: Ops, twin: Ops, paged_batch: Callable[..., Any], heads: tuple[int, int], head_size: int, rows: int
 ) -> None:
-    batch = paged_batch([400], [rows], num_heads=heads[0], num_kv_heads=heads[1])
+    batch = paged_batch([400], [rows], num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size)
     blocks = batch.block_tables[0, :25]
     q, kv_cache = batch.wide()
     for actual, expected in zip(
@@ -186,3 +198,22 @@ def test_wrong_dtypes_and_layouts_are_errors(native: Ops, paged_batch: Callable[
 def test_a_weight_that_own_kernels_cannot_serve(native: Ops) -> None:
     with pytest.raises(KernelUnavailable, match="16x33"):
         native.make_linear(randn(16, 33), None)
+
+
+def test_the_process_has_one_openmp_runtime(native: Ops, kernel_cache: Path) -> None:
+    """A second one would fight the first for the cores. A process of its own, which loads what an engine does."""
+    script = f"""
+import re
+from pathlib import Path
+import torch
+from inferd.engine.executor.uniproc import UniProcExecutor
+from inferd.kernels.select import build_ops
+ops = build_ops(torch.device("cpu"), torch.bfloat16, "native", cache_dir=Path({str(kernel_cache)!r}))
+x = torch.ones(64, 1024, dtype=torch.bfloat16)
+ops.rms_norm(x, x[0], 1e-5) @ x.T
+paths = {{line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}}
+loaded = [path for path in paths if re.search(r"/lib(gomp|iomp5|omp)[^/]*[.]so", path)]
+print(any("/cpu-" in path for path in paths), len(loaded), *loaded)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split()[:2] == ["True", "1"], done.stdout

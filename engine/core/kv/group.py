@@ -96,10 +96,15 @@ class FullAttentionManager:
         table.num_cached = num_full
         return table.ids[full]
 
-    def free(self, request_id: str) -> None:
-        """Release in reverse: a tail is of use to few, the shared head to many, so the tail is evicted first."""
+    def free(self, request_id: str, *, forget: bool = False) -> None:
+        """Release in reverse: a tail is of use to few, the shared head to many, so the tail is evicted first.
+
+        With `forget` the blocks cannot be found again.
+        """
         table = self._tables.pop(request_id, None)
         if table is not None:
+            if forget:
+                self._pool.forget(table.blocks)
             self._pool.free_blocks(reversed(table.blocks))
 
     def block_ids(self, request_id: str) -> list[int]:

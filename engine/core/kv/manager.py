@@ -108,11 +108,14 @@ class KVCacheManager:
             self._cache_full_blocks(request, num_tokens)
         return new_block_ids
 
-    def free(self, request: Request) -> None:
-        """Give up the request's blocks; nothing happens for a request without any."""
+    def free(self, request: Request, *, forget: bool = False) -> None:
+        """Give up the request's blocks; nothing happens for a request without any.
+
+        With `forget` nobody will find them: what made this request fail may lie in them.
+        """
         self._prefix_memo = None
         for group in self._groups:
-            group.free(request.request_id)
+            group.free(request.request_id, forget=forget)
 
     def block_ids(self, request_id: str) -> BlockIds:
         """A copy of the request's block tables."""

@@ -169,6 +169,12 @@ class BlockPool:
             if self._cached.setdefault(key, block) is not block:
                 self._duplicates.setdefault(key, []).append(block)
 
+    def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Nobody finds the content of these from now on; those who use it already go on."""
+        for block in blocks:
+            if block.block_hash is not None:
+                self._forget(block, block.block_hash)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all content, as after a change of weights. False, and nothing done, while any block is in use."""
         if self.num_free_blocks != self.num_total_blocks:
