@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 
-from inferd.appliance.client import Client
+from inferd.appliance.client import Client, Refused
+from inferd.appliance.log import CONTROL_CHARACTERS
 
 PROMPT = ">>> "
+# What a model writes may not steer the terminal.
+UNPRINTABLE = {code: text for code, text in CONTROL_CHARACTERS.items() if code < 0xA0 and chr(code) not in "\n\t"}
 
 
 def chat_once(client: Client, model: str, prompt: str) -> None:
@@ -15,7 +18,9 @@ def chat_once(client: Client, model: str, prompt: str) -> None:
 
 
 def chat_with_person(client: Client, model: str) -> None:
-    """Until the input ends. An answer that Ctrl-C stops stays in the history as far as it came."""
+    """Until the input ends. An answer that Ctrl-C stops stays in the history as far as it came; a question that the
+    daemon refuses is forgotten. Raises `NotRunning`, and `Refused` when the model is unknown.
+    """
     import readline  # noqa: F401 - importing it gives `input` its line editing
 
     messages: list[dict[str, str]] = []
@@ -28,7 +33,15 @@ def chat_with_person(client: Client, model: str) -> None:
         if not question.strip():
             continue
         messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": _answer(client, model, messages, stoppable=True)})
+        try:
+            answer = _answer(client, model, messages, stoppable=True)
+        except Refused as refused:
+            if refused.status == 404:  # the model: no other question would be answered
+                raise
+            messages.pop()
+            print(f"inferd: {refused}", file=sys.stderr)
+        else:
+            messages.append({"role": "assistant", "content": answer})
 
 
 def _answer(client: Client, model: str, messages: list[dict[str, str]], *, stoppable: bool = False) -> str:
@@ -37,7 +50,7 @@ def _answer(client: Client, model: str, messages: list[dict[str, str]], *, stopp
         with closing(client.chat(model, messages)) as answer:
             for piece in answer:
                 pieces.append(piece)
-                sys.stdout.write(piece)
+                sys.stdout.write(piece.translate(UNPRINTABLE))
                 sys.stdout.flush()
     except KeyboardInterrupt:
         if not stoppable:

@@ -47,6 +47,8 @@ def exit_code_of(error: BaseException) -> int:
     match error:
         case LibraryError():
             return error.exit_code
+        case OSError():
+            return library_cli.exit_code_of_os_error(error)
         case SettingsError() | ConfigError():
             return 78
         case NotRunning():
@@ -169,6 +171,8 @@ def _assignments(texts: list[str] | None) -> dict[str, Any]:
         table = tables
         for part in path:
             table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise SettingsError(f"--set {text}: {part} was given a value before, it cannot be a table as well")
         try:
             table[name] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:

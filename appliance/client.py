@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -53,12 +53,12 @@ class Client:
             if response.is_error:
                 response.read()
                 raise _refused(response)
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for line in lines(response.iter_bytes()):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk = json.loads(line.removeprefix(b"data: "))
                 if "error" in chunk:
-                    raise Refused(500, chunk["error"]["message"], chunk["error"]["code"])
+                    raise _broken_off(chunk["error"])
                 for choice in chunk["choices"]:
                     if text := choice["delta"].get("content"):
                         yield text
@@ -80,6 +80,22 @@ class Client:
             raise Refused(503, f"the daemon at {self._address} ended its answer early: {error}", None) from None
         except (ValueError, KeyError, TypeError) as error:
             raise NotRunning(f"what answers at {self._address} is not inferd: {error!r}") from None
+
+
+def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Without their line feeds. Only those end a line: the text of an answer may hold what Unicode calls line ends."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _broken_off(error: dict[str, Any]) -> Refused:
+    """The error event of a stream, with the status that it would have had before the first byte."""
+    status = 503 if error["code"] in ("engine_dead", "draining", "model_loading") else 500
+    return Refused(status, str(error["message"]), error["code"])
 
 
 def _refused(response: httpx.Response) -> Refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -28,6 +29,7 @@ from inferd.appliance.settings import Settings, SettingsError, load_settings
 from inferd.engine.errors import EngineError
 
 EXIT_FAILURE = 1
+EXIT_DISK_FULL = 7
 EXIT_BAD_CONFIG = 78
 EXIT_INTERRUPTED = 130
 P = ParamSpec("P")
@@ -107,6 +109,10 @@ def model_folder(wanted: str | None) -> Path:
         return library.folder(models[0])
 
 
+def exit_code_of_os_error(error: OSError) -> int:
+    return EXIT_DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else EXIT_FAILURE
+
+
 def _with_exit_codes(verb: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -116,8 +122,10 @@ def _with_exit_codes(verb: Callable[P, None]) -> Callable[P, None]:
             _fail(error, error.exit_code)
         except SettingsError as error:
             _fail(error, EXIT_BAD_CONFIG)
-        except (EngineError, OSError) as error:
+        except EngineError as error:
             _fail(error, EXIT_FAILURE)
+        except OSError as error:
+            _fail(error, exit_code_of_os_error(error))
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import Any
+
+ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 class PortTaken(Exception):
@@ -22,23 +25,29 @@ def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
         listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
-        raise PortTaken(f"port {port} of {host} is taken by {_holder(port)}; choose another one with --port") from None
+        raise PortTaken(
+            f"port {port} of {host} is taken by {_holder(address)}; choose another one with --port"
+        ) from None
     listener.setblocking(False)
     return listener
 
 
-def _holder(port: int) -> str:
+def _holder(address: tuple[Any, ...]) -> str:
     import psutil  # here, because most starts never need it
 
+    host, port = address[:2]
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
         return "another process"
     for connection in connections:
-        bound_to = getattr(connection.laddr, "port", None)  # an unconnected socket has an empty address
-        if connection.status == psutil.CONN_LISTEN and bound_to == port and connection.pid:
-            try:
-                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
-            except psutil.NoSuchProcess:
-                break
+        bound_to = connection.laddr  # empty for an unconnected socket
+        if connection.status != psutil.CONN_LISTEN or not bound_to or bound_to.port != port or not connection.pid:
+            continue
+        if bound_to.ip not in (host, *ALL_ADDRESSES):  # another address may have the same port
+            continue
+        try:
+            return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+        except psutil.NoSuchProcess:
+            break
     return "another process"

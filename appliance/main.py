@@ -22,6 +22,7 @@ from inferd.appliance.app import create_app
 from inferd.appliance.boot import find_model, folder_records, wait_ready
 from inferd.appliance.downloads.factory import build_pull_service
 from inferd.appliance.downloads.manager import PullService
+from inferd.appliance.downloads.pins import recommended_sampling
 from inferd.appliance.downloads.progress import Report, ignore_progress
 from inferd.appliance.library.library import Library
 from inferd.appliance.listener import listen
@@ -86,7 +87,8 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
     async def start(model: str) -> ServedModel:
         record = catalog.find(model)
         args = settings.engine.to_args(catalog.folder(record))
-        return await ServedModel.start(args, run_dir, settings.load_timeout_s)
+        recommended = recommended_sampling(record.source)
+        return await ServedModel.start(args, run_dir, settings.load_timeout_s, recommended)
 
     supervisor = Supervisor(start, max_loaded_models=settings.max_loaded_models, load_timeout_s=settings.load_timeout_s)
     return AppState(settings, version("inferd"), catalog, pulls, supervisor)
@@ -119,7 +121,7 @@ async def _until_asked_to_stop(signals: _Signals, serving: asyncio.Task[None], b
 
 
 async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[None], signals: _Signals) -> None:
-    state.pulls.close()
+    state.pulls.stop()
     draining = asyncio.ensure_future(state.supervisor.drain(state.settings.drain_s if signals.asked.is_set() else 0.0))
     hurry = asyncio.ensure_future(signals.hurry.wait())
     await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)

@@ -18,11 +18,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableValue
 
 from inferd.engine.config import EngineArgs
 
 ENV_PREFIX = "INFERD_"
-ENV_NOT_SETTINGS = ("INFERD_CONFIG", "INFERD_TEST_")  # the file's own name, and what the test suite needs
+CONFIG_VARIABLE = "INFERD_CONFIG"  # the file's own name
+TEST_PREFIX = "INFERD_TEST_"  # what the test suite needs
 MIB = 2**20
 
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -139,11 +141,13 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
         return _layered(list(values.values()))(**given)
     except ValidationError as error:
         raise SettingsError(_sentence(error)) from None
+    except UnreadableValue as error:  # of lists and tables, which variables give as JSON
+        raise SettingsError(f"environment: {error}; write lists and tables as JSON") from None
 
 
 def config_files() -> list[Path]:
     """The files to read, weakest first."""
-    if named := os.environ.get("INFERD_CONFIG"):
+    if named := os.environ.get(CONFIG_VARIABLE):
         return [Path(named)]
     user = os.environ.get("XDG_CONFIG_HOME")
     places = [Path("/etc"), Path(user) if user else Path.home() / ".config"]
@@ -188,8 +192,9 @@ def _refuse_unknown(table: Mapping[str, Any], model: type[BaseModel], where: str
 def _refuse_unknown_env() -> None:
     known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
     known += [f"{ENV_PREFIX}ENGINE__{name.upper()}" for name in EngineSettings.model_fields]
+    known.append(CONFIG_VARIABLE)
     for name in os.environ:
-        if name.startswith(ENV_PREFIX) and not name.startswith(ENV_NOT_SETTINGS) and name.upper() not in known:
+        if name.startswith(ENV_PREFIX) and not name.startswith(TEST_PREFIX) and name.upper() not in known:
             raise SettingsError(f"environment: unknown variable {name}{_nearest(name, known)}")
 
 

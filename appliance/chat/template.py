@@ -2,7 +2,8 @@
 
 The template comes with the model and is not trusted: it cannot reach attributes of Python objects, it stops after
 `MAX_RENDER_S`, and what it builds is bounded. The time limit is looked at whenever the template calls, filters, reads
-an attribute or multiplies, which every loop that does anything has to.
+an attribute or multiplies, which every loop that does anything has to. These limits say what went wrong; the ones that
+hold whatever a template thinks of are those of the process that it is rendered in (`render_child.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class TemplateRefused(InvalidRequest):
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"The chat template of this model refuses these messages: {cause}", param="messages")
+        self.cause = cause
 
 
 class ChatTemplate:

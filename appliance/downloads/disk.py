@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,16 +45,22 @@ class Disk:
 
 @contextmanager
 def full_disk_is_an_error_of_ours(folder: Path, what: str) -> Iterator[None]:
-    """Turns "no space left" into `DiskFull`; every other `OSError` passes."""
+    """Turns "no space left", of a file or of the database, into `DiskFull`; every other error passes."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except (OSError, sqlite3.OperationalError) as error:
+        if not _says_no_room(error):
             raise
         raise DiskFull(
             f"the disk of {folder} became full while writing {what}; what was written so far stays and is used "
             "when you pull again"
         ) from error
+
+
+def _says_no_room(error: OSError | sqlite3.OperationalError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    return error.sqlite_errorcode == sqlite3.SQLITE_FULL
 
 
 def sync_file(path: Path) -> None:

@@ -7,12 +7,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from inferd.appliance.downloads.digest import FileHasher, hash_file
-from inferd.appliance.downloads.disk import Disk, sync_file, sync_folder
+from inferd.appliance.downloads.disk import Disk, full_disk_is_an_error_of_ours, sync_file, sync_folder
 from inferd.appliance.downloads.importer import ModelImporter
 from inferd.appliance.downloads.offer import Delivery, Offer, Provider, Staging
 from inferd.appliance.downloads.progress import PullProgress, Report, ignore_progress
@@ -27,6 +29,8 @@ from inferd.appliance.library.names import check_name
 from inferd.appliance.library.records import ModelFile, ModelRecord
 
 WAIT_STEP_S = 0.2  # how often a waiting pull looks at the stop signal
+MAX_PULLS = 16  # of `pull_async` at a time, those that wait for another one of their model included
+IMPORT_ROOM_BYTES = 64 << 20  # for the files that an import writes: the largest vocabularies take half of it
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class PullService:
         self._mutex = threading.Lock()
         self._providers: dict[Scheme, Provider] = {}
         self._model_locks: dict[str, threading.Lock] = {}
+        # Threads of its own: a pull takes minutes, and whoever shares the event loop's threads would wait for it.
+        self._threads = ThreadPoolExecutor(MAX_PULLS, thread_name_prefix="pull")
 
     def pull(self, source: Source | str, report: Report = ignore_progress, *, name: str | None = None) -> ModelRecord:
         """The model is in the library when this returns; one that is there already costs a question to its source.
@@ -65,7 +71,7 @@ class PullService:
         if name is not None:
             check_name(name)
         self._tools.stop.check()
-        with self._lock.held() as alone:
+        with full_disk_is_an_error_of_ours(self.library.home, str(parsed)), self._lock.held() as alone:
             if alone:
                 self._stagings.sweep()
             report(PullProgress("resolving", str(parsed)))
@@ -78,12 +84,18 @@ class PullService:
     async def pull_async(
         self, source: Source | str, report: Report = ignore_progress, *, name: str | None = None
     ) -> ModelRecord:
-        """`pull` in a thread; `report` is called there. Cancelling the caller does not stop the pull: `close` does."""
-        return await asyncio.to_thread(self.pull, source, report, name=name)
+        """`pull` in a thread; `report` is called there. Cancelling the caller does not stop the pull: `stop` does."""
+        pull = partial(self.pull, source, report, name=name)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, pull)
+
+    def stop(self) -> None:
+        """Ends running pulls soon, with `PullStopped`; their parts stay. Does not wait for them."""
+        self._tools.stop.set()
 
     def close(self) -> None:
-        """Ends running pulls soon, with `PullStopped`; their parts stay."""
-        self._tools.stop.set()
+        """`stop`, and returns when no pull uses the library any longer."""
+        self.stop()
+        self._threads.shutdown()
 
     def unfinished_bytes(self) -> int:
         """What unfinished pulls have on disk."""
@@ -141,6 +153,7 @@ class PullService:
         """Completes the folder with what the engine adds, and says what is in it."""
         if offer.format == "gguf":
             report(PullProgress("importing", delivery.weights_name))
+            self._tools.disk.require(IMPORT_ROOM_BYTES, staging.model, f"importing {delivery.weights_name}")
             self._tools.importer.complete(staging.model / GGUF_NAME, staging.model)
         config = self._tools.importer.check(staging.model)
         files = _with_digests(staging.model, delivery.files)

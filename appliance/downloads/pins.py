@@ -20,6 +20,8 @@ class KnownDistribution:
     model_id: str
     aliases: tuple[str, ...]
     versions: Mapping[str, WheelPin] = field(default_factory=dict)
+    # What the model's card samples with, by field of `SamplingParams`; a GGUF file has no place for it.
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 KNOWN_DISTRIBUTIONS: Mapping[str, KnownDistribution] = {
@@ -33,5 +35,13 @@ KNOWN_DISTRIBUTIONS: Mapping[str, KnownDistribution] = {
                 member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             )
         },
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
+
+
+def recommended_sampling(source: str) -> Mapping[str, float]:
+    """Of a model from `source`, the text of a `Source`; empty where nothing is known."""
+    scheme, _, rest = source.partition(":")
+    known = KNOWN_DISTRIBUTIONS.get(rest.partition("==")[0]) if scheme == "pypi" else None
+    return known.sampling if known is not None else {}

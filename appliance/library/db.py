@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from inferd.appliance.library.errors import LibraryUnreadable
+from inferd.appliance.library.errors import DiskFull, LibraryUnreadable
 from inferd.appliance.library.migrations import migrate
 
 BUSY_TIMEOUT_MS = 5000
@@ -24,7 +24,7 @@ class LibraryDatabase:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises `LibraryUnreadable` and `SchemaTooNew`."""
+        """Raises `LibraryUnreadable`, `DiskFull` and `SchemaTooNew`."""
         try:
             connection = sqlite3.connect(path, check_same_thread=False)
             try:
@@ -33,6 +33,8 @@ class LibraryDatabase:
                 connection.close()
                 raise
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                raise DiskFull(f"the disk of {path.parent} is full; make room, or set another home") from error
             raise LibraryUnreadable(
                 f"{path} cannot be used: {error}. Check its permissions; if it is damaged, move it away and pull again"
             ) from error

@@ -31,7 +31,7 @@ class Library:
 
     @classmethod
     def open(cls, home: Path) -> Library:
-        """Makes the home where there is none. Raises `SchemaTooNew`, `LibraryUnreadable`, `OSError`."""
+        """Makes the home where there is none. Raises `SchemaTooNew`, `LibraryUnreadable`, `DiskFull`, `OSError`."""
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         (home / MODELS_FOLDER).mkdir(exist_ok=True, mode=0o700)
         return cls(home, LibraryDatabase(home / DATABASE_NAME))

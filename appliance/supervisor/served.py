@@ -14,14 +14,14 @@ from inferd.appliance.supervisor.errors import ModelUnavailable
 from inferd.engine.config import EngineArgs
 from inferd.engine.errors import EngineDeadError
 from inferd.engine.frontend.async_llm import AsyncLLM
-from inferd.engine.frontend.inputs import PreparedRequest, Prompt, RequestFields
+from inferd.engine.frontend.inputs import PreparedRequest, Prompt, RequestFields, TokensPrompt
 from inferd.engine.frontend.outputs import RequestOutput
 from inferd.engine.messages import FinishReason
 from inferd.engine.model_config import read_json
 from inferd.engine.params import SamplingParams
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k")
-LONG_PROMPT_CHARS = 4096  # longer ones become tokens on a thread, because milliseconds count for open streams
+LONG_PROMPT = 4096  # characters or ids; longer ones are looked at on a thread, because milliseconds count for streams
 
 
 class ServedModel:
@@ -34,11 +34,18 @@ class ServedModel:
         self._stopping = False
 
     @classmethod
-    async def start(cls, args: EngineArgs, run_dir: Path, start_timeout_s: float) -> ServedModel:
-        """Raises what kept the engine from starting. Cancelling it ends the engine."""
+    async def start(
+        cls, args: EngineArgs, run_dir: Path, start_timeout_s: float, recommended: Mapping[str, float] | None = None
+    ) -> ServedModel:
+        """`recommended` are sampling defaults that stand behind those of the model's own files.
+
+        Raises what kept the engine from starting. Cancelling it ends the engine.
+        """
         llm = await AsyncLLM.start(args, run_dir, start_timeout_s=start_timeout_s)
         try:
-            return cls(llm, read_sampling_defaults(Path(args.model)))
+            served = cls(llm, {**(recommended or {}), **read_sampling_defaults(Path(args.model))})
+            await asyncio.to_thread(served._chat.start)
+            return served
         except BaseException:
             await llm.shutdown()
             raise
@@ -57,6 +64,7 @@ class ServedModel:
     async def shutdown(self, drain_s: float) -> None:
         self._stopping = self._stopping or self.llm.is_alive
         await self.llm.shutdown(drain_s)
+        await asyncio.to_thread(self._chat.close)
 
     async def chat_token_ids(self, messages: list[ChatMessage], options: Mapping[str, Any]) -> list[int]:
         """Raises `InvalidRequest`."""
@@ -67,7 +75,8 @@ class ServedModel:
     ) -> PreparedRequest:
         """Checked against this model, not started. Raises `InvalidRequest`."""
         fields: RequestFields = {"request_id": request_id, "cache_salt": cache_salt}
-        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARS:
+        length = len(prompt.prompt_token_ids if isinstance(prompt, TokensPrompt) else prompt)
+        if length > LONG_PROMPT:
             return await asyncio.to_thread(self.llm.prepare, prompt, params, **fields)
         return self.llm.prepare(prompt, params, **fields)
 

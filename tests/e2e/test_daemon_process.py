@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,12 +155,37 @@ def test_a_taken_port_names_its_holder(model_folder: Path, inferd_environment: d
     assert f"(pid {os.getpid()})" in done.stderr
 
 
+LISTEN = (
+    "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); print('up', flush=True); input()"
+)
+
+
+def test_the_holder_of_the_same_port_on_another_address_is_not_blamed(
+    model_folder: Path, inferd_environment: dict[str, str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        command = [sys.executable, "-P", "-c", LISTEN, "127.0.0.2", port]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bystander:
+            assert bystander.stdout is not None
+            assert bystander.stdout.readline() == b"up\n"
+            done = [
+                inferd(inferd_environment, "serve", "--model", str(model_folder), "--host", host, "--port", port)
+                for host in ("127.0.0.1", "127.0.0.2")
+            ]
+    assert [f"(pid {pid})" in one.stderr for pid, one in zip((os.getpid(), bystander.pid), done, strict=True)] == [
+        True,
+        True,
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "exit_code", "said"),
     [
         (["--set", "kepalive_s=3"], 78, "keepalive_s"),
         (["--set", "engine.dtpye=float32"], 78, "dtype"),
         (["--set", "port"], 78, "KEY=VALUE"),
+        (["--set", "port=1", "--set", "port.x=2"], 78, "port was given a value before"),
         (["--host", "0.0.0.0"], 78, "not a loopback address"),
         (["--port", "99999"], 78, "port"),
         (["--config", "/nowhere.toml"], 78, "/nowhere.toml"),
@@ -192,6 +220,90 @@ def test_run_answers_and_converses(serve: Serve, inferd_environment: dict[str, s
     piped = inferd(inferd_environment, "run", "--port", port, text="capital of France?")
     assert piped.stdout == "Paris.\n"
     assert inferd(inferd_environment, "run", "--port", port, "nope", "x").returncode == 4
+
+
+class Terminal:
+    """`inferd run` with a person before it."""
+
+    def __init__(self, environment: dict[str, str], *words: str) -> None:
+        self._screen, terminal = pty.openpty()
+        self.process = subprocess.Popen(
+            [INFERD, "run", *words],
+            env={**environment, "TERM": "dumb"},
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+        )
+        os.close(terminal)
+
+    def type(self, keys: str) -> None:
+        os.write(self._screen, keys.encode())
+
+    def read_until(self, end: str) -> str:
+        shown = b""
+        while end.encode() not in shown:
+            assert select.select([self._screen], [], [], 30)[0], shown
+            shown += os.read(self._screen, 4096)
+        return shown.decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)
+
+
+def test_a_conversation(serve: Serve, inferd_environment: dict[str, str], tmp_path: Path) -> None:
+    lines = "a\u2028b\x85c"  # line ends to Unicode, text to a stream
+    # The first key wins that is anywhere in the conversation.
+    replies = {"France": "Paris.", "bell": "\x1b]0;mine\x07 ding", "lines": lines, "long": "word " * 300}
+    folder = make_model_folder(tmp_path / "talker", replies=replies, kv_blocks=1025, delay_s=0.005)
+    with closing(Terminal(inferd_environment, "--port", str(serve("--model", str(folder)).port))) as terminal:
+        terminal.read_until(">>> ")
+        terminal.type("long\r")
+        terminal.read_until("word word")
+        terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the conversation
+        terminal.read_until(">>> ")
+        terminal.type("x" * 3000 + "\r")
+        assert "prompt is too long" in terminal.read_until(">>> ")  # and the question is forgotten
+        terminal.type("lines\r")
+        assert "a\u2028b\\x85c" in terminal.read_until(">>> ")
+        terminal.type("bell\r")
+        assert "\\x1b]0;mine\\x07 ding" in terminal.read_until(">>> ")
+        terminal.type("capital of France?\r")
+        assert "Paris." in terminal.read_until(">>> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=20) == 0
+
+
+def test_an_answer_that_breaks_off_is_to_be_tried_again(
+    serve: Serve, inferd_environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path / "slow", replies={"long": "word " * 300}, kv_blocks=1025, delay_s=0.02)
+    served = serve("--model", str(folder))
+    engine = next(child for child in served.children() if "inferd-engine" in " ".join(child.cmdline()))
+    command = [INFERD, "run", "--port", str(served.port), "slow", "long"]
+    with subprocess.Popen(command, env=inferd_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(4) == b"word"
+        engine.kill()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 75, errors
+
+
+def test_a_second_signal_does_not_wait_for_open_requests(serve: Serve, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "slow", kv_blocks=1025, delay_s=0.02)
+    served = serve("--model", str(folder))
+    body = {"model": "slow", "prompt": "x", "stream": True, "max_tokens": 1900, "ignore_eos": True}
+    with httpx.stream("POST", f"{served.address}/v1/completions", json=body, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        served.process.terminate()
+        while httpx.get(f"{served.address}/ready", trust_env=False).status_code == 200:
+            pass
+        served.process.terminate()
+        *_, last = (line for line in lines if line)
+    assert last == "data: [DONE]"
+    assert served.process.wait(timeout=20) == 0
 
 
 def test_run_without_a_daemon(inferd_environment: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ from inferd.appliance.api.openai.unsupported import COMPLETIONS, refuse_unsuppor
 from inferd.appliance.api.sse import Exchange, Wire, event
 from inferd.appliance.api.state import AppState, state_of
 from inferd.appliance.supervisor.served import ServedModel
-from inferd.engine.errors import InvalidRequest
+from inferd.engine.errors import ContextLengthExceeded, InvalidRequest
 from inferd.engine.frontend.inputs import PreparedRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -52,10 +52,14 @@ async def _answer(state: AppState, ask: CompletionRequest, head: AnswerHead, wir
     async with state.lease(ask.model) as served:
         max_tokens = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
         params = sampling_params(ask, max_tokens, served.sampling_defaults)
-        prepared = [
-            await served.prepare(prompt, params, request_id=f"{head.id}-{index}", cache_salt=ask.cache_salt)
-            for index, prompt in enumerate(prompts)
-        ]
+        try:
+            prepared = [
+                await served.prepare(prompt, params, request_id=f"{head.id}-{index}", cache_salt=ask.cache_salt)
+                for index, prompt in enumerate(prompts)
+            ]
+        except ContextLengthExceeded as error:
+            error.param = "prompt"  # it speaks of messages, as chats have them
+            raise
         headers = warning_headers(prepared)
         if ask.stream:
             await wire.stream(_events(served, ask, head, prepared), headers)
