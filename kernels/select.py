@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from inferd.kernels.activation import reference as activation
 from inferd.kernels.common.ops import KernelChoice, KernelUnavailable, Ops
@@ -15,6 +18,7 @@ from inferd.kernels.linear import reference as linear
 from inferd.kernels.norm import reference as norm
 from inferd.kernels.paged_attention import reference as paged_attention
 from inferd.kernels.rope import reference as rope
+from inferd.kernels.sampling import reference as sampling
 
 
 def build_ops(
@@ -44,12 +48,22 @@ def build_ops(
         return torch_ops(f"kernels: plain torch, because own kernels cannot be used: {unavailable}")
 
 
+def build_greedy(device: torch.device, choice: KernelChoice = "auto") -> Callable[[Tensor], Tensor]:
+    """The choice of the greatest logit on `device`: `sampling.reference.greedy`, or the same as kernels of our own."""
+    if device.type != "cuda" or choice == "torch" or find_spec("triton") is None:
+        return sampling.greedy
+    from inferd.kernels.sampling.triton import greedy
+
+    return greedy
+
+
 def torch_ops(reason: str) -> Ops:
     """The twins; `reason` is their decision."""
     return Ops(
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         silu_mul=activation.silu_mul,
+        gelu_mul=activation.gelu_mul,
         rope_store=rope.rope_store,
         make_linear=linear.make_linear,
         make_logits=linear.make_logits,

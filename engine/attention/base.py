@@ -68,7 +68,9 @@ class AttentionBackend(ABC):
     name: str
 
     @abstractmethod
-    def supports(self, spec: KVSpec, device: torch.device, window: int | None) -> str | None:
+    def supports(
+        self, spec: KVSpec, device: torch.device, window: int | None, softcap: float | None = None
+    ) -> str | None:
         """None when this backend can serve such a layer, else the reason against it."""
 
     @property
@@ -91,9 +93,16 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal attention: q[t, hq, d] -> [t, hq, d], contiguous.
 
-        With a window w, a query at position p sees the keys at (p - w, p].
+        With a window w, a query at position p sees the keys at (p - w, p]. With a softcap c, a scaled score s counts as
+        c * tanh(s / c).
         """

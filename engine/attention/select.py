@@ -10,7 +10,7 @@ import torch
 from inferd.engine.attention.base import AttentionBackend
 from inferd.engine.attention.torch import TorchBackend
 from inferd.engine.attention.triton import TritonBackend
-from inferd.engine.core.kv.spec import KVSpec
+from inferd.engine.core.kv.spec import KVSpec, window_of
 from inferd.engine.errors import ConfigError
 from inferd.kernels.common.ops import Ops
 
@@ -23,9 +23,9 @@ _BACKENDS: dict[str, Callable[[Ops], AttentionBackend]] = {  # in order of prefe
 
 
 def choose(
-    name: str, ops: Ops, spec: KVSpec, device: torch.device, windows: Sequence[int | None] = (None,)
+    name: str, ops: Ops, specs: Sequence[KVSpec], device: torch.device, softcap: float | None = None
 ) -> AttentionBackend:
-    """The first backend that serves a layer of `spec` with each of `windows`; a name other than "auto" allows one only.
+    """The first backend that serves layers of all `specs`; a name other than "auto" allows one only.
 
     Raises ConfigError for an unknown name, or with every reason when none can serve.
     """
@@ -36,7 +36,8 @@ def choose(
         if name not in ("auto", candidate):
             continue
         backend = make(ops)
-        reason = next(filter(None, (backend.supports(spec, device, window) for window in windows)), None)
+        reasons = (backend.supports(spec, device, window_of(spec), softcap) for spec in specs)
+        reason = next(filter(None, reasons), None)
         if reason is None:
             logger.info("attention backend: %s", candidate)
             return backend

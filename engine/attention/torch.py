@@ -21,6 +21,7 @@ from inferd.kernels.common.ops import Ops
 MIN_SAVED_TOKENS = 512
 
 Selection = slice | Tensor  # of a step's tokens: a slice costs no copy
+_Scores = tuple[float, int | None, float | None]  # scale, window, softcap
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class TorchBackend(AttentionBackend):
         self._ops = ops
         self._min_saved_tokens = min_saved_tokens
 
-    def supports(self, spec: KVSpec, device: torch.device, window: int | None) -> str | None:
+    def supports(
+        self, spec: KVSpec, device: torch.device, window: int | None, softcap: float | None = None
+    ) -> str | None:
         return None
 
     @property
@@ -99,39 +102,41 @@ class TorchBackend(AttentionBackend):
         return TorchMetadata(geometry, self._min_saved_tokens)
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: TorchMetadata, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchMetadata,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         plan = metadata.plain if window is not None else metadata.shared(kv_cache.shape[2])
-        out, lse = self._attend_rows(plan, q, kv_cache, scale, window)
+        out, lse = self._attend_rows(plan, q, kv_cache, (scale, window, softcap))
         for prefix in plan.prefixes:
             tokens = prefix.tokens
-            prefix_out, prefix_lse = self._ops.prefix_attend(q[tokens], kv_cache, prefix.block_ids, scale)
+            prefix_out, prefix_lse = self._ops.prefix_attend(q[tokens], kv_cache, prefix.block_ids, scale, softcap)
             out[tokens] = self._ops.merge_lse(out[tokens], lse[tokens], prefix_out, prefix_lse)
         return out
 
-    def _attend_rows(
-        self, plan: _Plan, q: Tensor, kv_cache: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_rows(self, plan: _Plan, q: Tensor, kv_cache: Tensor, scores: _Scores) -> tuple[Tensor, Tensor]:
         decode, prefill = plan.decode, plan.prefill
         if prefill is None and decode is not None:
-            return self._ops.paged_decode(q, kv_cache, decode.block_tables, decode.seq_lens, scale, window)
+            return self._ops.paged_decode(q, kv_cache, decode.block_tables, decode.seq_lens, *scores)
         if decode is None and prefill is not None:
-            return self._prefill(prefill, q, kv_cache, scale, window)
+            return self._prefill(prefill, q, kv_cache, scores)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if decode is not None and prefill is not None:
             tokens = decode.tokens
             out[tokens], lse[tokens] = self._ops.paged_decode(
-                q[tokens], kv_cache, decode.block_tables, decode.seq_lens, scale, window
+                q[tokens], kv_cache, decode.block_tables, decode.seq_lens, *scores
             )
             tokens = prefill.tokens
-            out[tokens], lse[tokens] = self._prefill(prefill, q[tokens], kv_cache, scale, window)
+            out[tokens], lse[tokens] = self._prefill(prefill, q[tokens], kv_cache, scores)
         return out, lse
 
-    def _prefill(
-        self, rows: _Rows, q: Tensor, kv_cache: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._ops.paged_prefill(q, kv_cache, rows.block_tables, rows.query_starts, rows.seq_lens, scale, window)
+    def _prefill(self, rows: _Rows, q: Tensor, kv_cache: Tensor, scores: _Scores) -> tuple[Tensor, Tensor]:
+        return self._ops.paged_prefill(q, kv_cache, rows.block_tables, rows.query_starts, rows.seq_lens, *scores)
 
 
 def _plan(geometry: BatchGeometry, block_tables: Tensor, seq_lens: Sequence[int]) -> _Plan:

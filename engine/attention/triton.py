@@ -76,7 +76,9 @@ class TritonBackend(AttentionBackend):
         """Keys and values are stored by `ops`, whichever they are; attention is always this backend's own kernels."""
         self._min_saved_tokens = min_saved_tokens
 
-    def supports(self, spec: KVSpec, device: torch.device, window: int | None) -> str | None:
+    def supports(
+        self, spec: KVSpec, device: torch.device, window: int | None, softcap: float | None = None
+    ) -> str | None:
         if device.type != "cuda":
             return f"it runs on CUDA cards, not on {device.type}"
         if find_spec("triton") is None:
@@ -87,6 +89,8 @@ class TritonBackend(AttentionBackend):
             return f"head_size={spec.head_size} is not between {HEAD_SIZES[0]} and {HEAD_SIZES[-1]}"
         if spec.block_size not in PAGE_SIZES:
             return f"block_size={spec.block_size} is not one of {', '.join(map(str, sorted(PAGE_SIZES)))}"
+        if softcap is not None:
+            return f"its kernels do not cap scores (softcap={softcap:g}) yet"
         return None
 
     @property
@@ -107,9 +111,16 @@ class TritonBackend(AttentionBackend):
         return _Plan(_Decode(static.block_tables, static.seq_lens, static.max_seq_len, prefixes), None)
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata | _Plan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonMetadata | _Plan,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         kernels = _load_kernels()
+        kernels.refuse_softcap(softcap)
         plan = metadata if isinstance(metadata, _Plan) else metadata.plan(kv_cache.shape[2])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -144,9 +155,13 @@ def _plan(geometry: BatchGeometry, min_saved_tokens: int, block_size: int) -> _P
     starts = [0, *accumulate(query_lens[num_decodes:])]
     packed = (seq_lens, starts, *_lay_out(groups, seq_lens, num_decodes))
     lens_tensor, starts_tensor, *shared = _to_device(packed, tables.device)
+    prefixes = None
+    if groups:
+        lens, group_starts, members_tensor, row_group = shared
+        longest = max(length for length, _ in groups)
+        prefixes = Prefixes(lens, group_starts, members_tensor, row_group, longest)
     decode = prefill = None
     if num_decodes:
-        prefixes = Prefixes(*shared, max_len=max(length for length, _ in groups)) if groups else None
         longest = max(seq_lens[:num_decodes])
         decode = _Decode(tables[:num_decodes], lens_tensor[:num_decodes], longest, prefixes)
     if num_decodes < num_rows:
@@ -174,7 +189,7 @@ def _to_device(parts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     packed = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    return packed.split([len(part) for part in parts])
+    return torch.split(packed, [len(part) for part in parts])
 
 
 def _load_kernels() -> Any:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from inferd.engine.bench.gpu import add_gpu_options, run_gpu_suite
+from inferd.engine.bench.gpu_report import GpuReport
 from inferd.engine.bench.peers import Inferd, Peer, Transformers
 from inferd.engine.bench.quality import measure_quality
 from inferd.engine.bench.report import Report
@@ -31,10 +33,14 @@ QUALITY_QUESTIONS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.suite == "cpu" and options.model is None:
+        parser.error("--model is required")
+    report: Report | GpuReport
     try:
-        report = run(options)
-    except EngineError as error:
+        report = run_gpu_suite(options) if options.suite == "gpu" else run(options)
+    except (EngineError, ValueError) as error:
         print(f"inferd bench: {error}", file=sys.stderr)
         return 1
     print(report.as_text())
@@ -93,13 +99,15 @@ def _machine() -> str:
 def _parser() -> argparse.ArgumentParser:
     names = ", ".join(workload.name for workload in CPU_SUITE)
     parser = argparse.ArgumentParser(prog="inferd bench", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
+    parser.add_argument("--suite", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--model", type=Path, help="a model folder; the GPU suite makes its own")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"])
     parser.add_argument("--peer", choices=["transformers"], help="time this one too, in the same run")
     parser.add_argument("--rows", help=f"comma-separated workloads out of: {names}")
     parser.add_argument("--no-quality", dest="quality", action="store_false", help="leave out the float32 comparison")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_gpu_options(parser)
     return parser
 
 

@@ -38,7 +38,7 @@ class Report:
         peers = list(dict.fromkeys(row.peer for row in self.rows))
         others = peers[1:]
         header = ["workload", *(f"{peer} tok/s" for peer in peers), *(f"ratio to {peer}" for peer in others)]
-        lines = [_line(header), _line(["---"] * len(header))]
+        lines = [table_line(header), table_line(["---"] * len(header))]
         for workload in dict.fromkeys(row.workload for row in self.rows):
             speed = {row.peer: row.tokens_per_s for row in self.rows if row.workload == workload}
             ours = speed[peers[0]]
@@ -47,9 +47,9 @@ class Report:
                 *(f"{speed[peer]:.1f}" for peer in peers),
                 *(f"{ours / speed[peer]:.2f}" for peer in others),
             ]
-            lines.append(_line(cells))
+            lines.append(table_line(cells))
         return lines
 
 
-def _line(cells: list[str]) -> str:
+def table_line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"

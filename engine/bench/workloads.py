@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from inferd.engine.grammar.spec import StructuredOutput
 from inferd.engine.params import SamplingParams
 
 SAMPLED_TEMPERATURE = 0.8
 SAMPLED_TOP_P = 0.95
+LONG_LIST = """{"type": "array", "minItems": 100, "items": {"type": "object", "properties": {
+    "name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["name", "age", "tags"], "additionalProperties": false}}"""  # cannot end within any output here
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Workload:
     output_tokens: int
     sampled: bool = False
     primed: bool = False  # the prefix was seen by an earlier request
+    schema: str | None = None  # what the output is held to; an engine without grammars writes freely
 
     @property
     def total_output_tokens(self) -> int:
@@ -32,7 +37,8 @@ class Workload:
         return self.shared_tokens + self.own_tokens
 
     def params(self) -> SamplingParams:
-        greedy = SamplingParams(max_tokens=self.output_tokens, ignore_eos=True, temperature=0.0)
+        form = StructuredOutput(json_schema=self.schema) if self.schema is not None else None
+        greedy = SamplingParams(max_tokens=self.output_tokens, ignore_eos=True, temperature=0.0, structured_output=form)
         if not self.sampled:
             return greedy
         return replace(greedy, temperature=SAMPLED_TEMPERATURE, top_p=SAMPLED_TOP_P, seed=1)
@@ -51,6 +57,7 @@ CPU_SUITE = (
     Workload("b1", num_requests=1, shared_tokens=0, own_tokens=128, output_tokens=128),
     Workload("b32", num_requests=32, shared_tokens=0, own_tokens=128, output_tokens=128),
     Workload("b32-sampled", num_requests=32, shared_tokens=0, own_tokens=128, output_tokens=128, sampled=True),
+    Workload("b32-json", num_requests=32, shared_tokens=0, own_tokens=128, output_tokens=128, schema=LONG_LIST),
     Workload("prefix-cold", num_requests=16, shared_tokens=1024, own_tokens=32, output_tokens=32),
     Workload("prefix-warm", num_requests=16, shared_tokens=1024, own_tokens=32, output_tokens=32, primed=True),
 )

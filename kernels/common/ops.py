@@ -35,7 +35,14 @@ class RopeStore(Protocol):
 
 class PagedDecode(Protocol):
     def __call__(
-        self, q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, window: int | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -49,11 +56,14 @@ class PagedPrefill(Protocol):
         seq_lens: Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
 class PrefixAttend(Protocol):
-    def __call__(self, q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class MergeLse(Protocol):
@@ -74,9 +84,10 @@ class Ops:
     head_size]`, keys then values; the slot of a token is `block_id * block_size + offset`.
     """
 
-    rms_norm: RmsNorm  # x[..., h], weight[h] -> [..., h]
+    rms_norm: RmsNorm  # x[..., h], weight[h] of x's dtype or float32 -> [..., h]
     add_rms_norm: AddRmsNorm  # x[n, h], residual[n, h], weight[h] -> (rms_norm(x + residual), x + residual)
     silu_mul: Callable[[Tensor], Tensor]  # gate_up[n, 2i], gate first -> [n, i]
+    gelu_mul: Callable[[Tensor], Tensor]  # the same with GELU's tanh form
     rope_store: RopeStore  # rotates q and k in place, writes k and v at their slots
     make_linear: MakeLinear  # weight[out, in], bias[out] | None -> Linear; may keep or repack the weight
     make_logits: MakeLogits  # weight[vocab, in] -> a Linear whose results are float32

@@ -20,6 +20,7 @@ typedef struct {
     int64_t table_stride;
     const int32_t *seq_lens;
     float scale; /* times log2(e) */
+    float softcap; /* times log2(e); 0: none */
     int64_t window; /* 0: none */
     bf16 *out;
     float *lse;
@@ -127,7 +128,7 @@ INLINE void attend_heads(const problem *p, const int heads, const bf16 *q, int64
             if (h == 0)
                 for (int i = 0; i < 16; i++) fetch(p, ahead[t + i] + plane);
             const __m512 s = score16(q + h * size, p->cache.keys + plane, offsets + t, size);
-            _mm512_storeu_ps(scores + t, _mm512_mul_ps(s, _mm512_set1_ps(p->scale)));
+            _mm512_storeu_ps(scores + t, cap_scores(_mm512_mul_ps(s, _mm512_set1_ps(p->scale)), p->softcap));
         }
         const float shrink = softmax_step(scores, count, max + h, sum + h, weights + h * CHUNK);
         for (int64_t d = 0; d < padded; d += 16)
@@ -254,9 +255,9 @@ static int decode(const problem *p, int64_t total) {
 int inferd_paged_decode(const bf16 *q, int64_t q_stride, int64_t num_rows, int64_t num_heads, const bf16 *keys,
                         const bf16 *values, int64_t num_blocks, int64_t block_size, int64_t num_kv_heads,
                         int64_t head_size, const int32_t *tables, int64_t table_stride, int64_t table_width,
-                        const int32_t *seq_lens, float scale, int64_t window, bf16 *out, float *lse) {
+                        const int32_t *seq_lens, float scale, float softcap, int64_t window, bf16 *out, float *lse) {
     const problem p = {{keys, values, num_blocks, block_size, num_kv_heads, head_size}, q, q_stride, num_rows,
-                       num_heads, tables, table_stride, seq_lens, scale * LOG2_E, window, out, lse};
+                       num_heads, tables, table_stride, seq_lens, scale * LOG2_E, softcap * LOG2_E, window, out, lse};
     int64_t total = 0;
     for (int64_t r = 0; r < num_rows; r++) {
         if (seq_lens[r] < 0) return INFERD_BAD_INDEX;

@@ -18,9 +18,9 @@ _BF16 = torch.bfloat16
 _POINTER, _INT, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _CACHE = (_POINTER, _POINTER, _INT, _INT, _INT, _INT)  # keys, values, blocks, block size, key heads, head size
 _SIGNATURES: dict[str, tuple[type[Any], ...]] = {
-    "inferd_rms_norm": (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _FLOAT, _POINTER),
-    "inferd_add_rms_norm": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _FLOAT, _POINTER, _POINTER),
-    "inferd_silu_mul": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "inferd_rms_norm": (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _FLAG, _FLOAT, _POINTER),
+    "inferd_add_rms_norm": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _FLAG, _FLOAT, _POINTER, _POINTER),
+    "inferd_act_mul": (_FLAG, _POINTER, _INT, _INT, _INT, _POINTER),
     "inferd_rope_store": (
         *(_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT),
         *(_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT),
@@ -28,11 +28,11 @@ _SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "inferd_linear": (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _FLAG),
     "inferd_paged_decode": (
         *(_POINTER, _INT, _INT, _INT, *_CACHE, _POINTER, _INT, _INT, _POINTER),
-        *(_FLOAT, _INT, _POINTER, _POINTER),
+        *(_FLOAT, _FLOAT, _INT, _POINTER, _POINTER),
     ),
     "inferd_paged_prefill": (
         *(_POINTER, _INT, _INT, _INT, *_CACHE, _POINTER, _POINTER, _INT, _INT, _POINTER),
-        *(_FLAG, _FLOAT, _INT, _POINTER, _POINTER),
+        *(_FLAG, _FLOAT, _FLOAT, _INT, _POINTER, _POINTER),
     ),
     "inferd_merge_lse": (_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER),
 }
@@ -50,7 +50,7 @@ class NativeKernels:
         library.inferd_set_threads(num_threads)
         self._rms_norm = library.inferd_rms_norm
         self._add_rms_norm = library.inferd_add_rms_norm
-        self._silu_mul = library.inferd_silu_mul
+        self._act_mul = library.inferd_act_mul
         self._rope_store = library.inferd_rope_store
         self._linear = library.inferd_linear
         self._paged_decode = library.inferd_paged_decode
@@ -61,30 +61,36 @@ class NativeKernels:
         shape, strides = x.shape, x.stride()
         if len(shape) not in (2, 3):
             return self.rms_norm(x.reshape(-1, shape[-1]), weight, eps).view(shape)
-        _check_vectors("rms_norm", x, weight)
+        _check_vectors("rms_norm", x)
         out = torch.empty(shape, dtype=_BF16)
         inner, inner_stride = (shape[1], strides[1]) if len(shape) == 3 else (1, 0)
         self._rms_norm(
             *(x.data_ptr(), strides[0], inner_stride, shape[0], inner, shape[-1]),
-            *(weight.data_ptr(), eps, out.data_ptr()),
+            *(weight.data_ptr(), _is_wide("rms_norm", weight), eps, out.data_ptr()),
         )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        _check_vectors("add_rms_norm", x, residual, weight)
+        _check_vectors("add_rms_norm", x, residual)
         num_rows, size = x.shape
         out, total = torch.empty(x.shape, dtype=_BF16), torch.empty(x.shape, dtype=_BF16)
         self._add_rms_norm(
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), num_rows, size),
-            *(weight.data_ptr(), eps, out.data_ptr(), total.data_ptr()),
+            *(weight.data_ptr(), _is_wide("add_rms_norm", weight), eps, out.data_ptr(), total.data_ptr()),
         )
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        _check_vectors("silu_mul", gate_up)
+        return self._gated(gate_up, gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=True)
+
+    def _gated(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
+        _check_vectors("gelu_mul" if gelu else "silu_mul", gate_up)
         num_rows, double = gate_up.shape
         out = torch.empty((num_rows, double // 2), dtype=_BF16)
-        self._silu_mul(gate_up.data_ptr(), gate_up.stride(0), num_rows, double // 2, out.data_ptr())
+        self._act_mul(gelu, gate_up.data_ptr(), gate_up.stride(0), num_rows, double // 2, out.data_ptr())
         return out
 
     def rope_store(
@@ -136,7 +142,14 @@ class NativeKernels:
         return linear
 
     def paged_decode(
-        self, q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, window: int | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _check_vectors("paged_decode", q)
         _check_indices("paged_decode", block_tables, seq_lens)
@@ -145,7 +158,7 @@ class NativeKernels:
         status = self._paged_decode(
             *(q.data_ptr(), q.stride(0), num_rows, num_heads, *_planes(kv_cache)),
             *(block_tables.data_ptr(), block_tables.stride(0), block_tables.shape[1], seq_lens.data_ptr()),
-            *(scale, window or 0, out.data_ptr(), lse.data_ptr()),
+            *(scale, softcap or 0.0, window or 0, out.data_ptr(), lse.data_ptr()),
         )
         if status:
             raise _error("paged_decode", status)
@@ -160,15 +173,18 @@ class NativeKernels:
         seq_lens: Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _check_indices("paged_prefill", block_tables, query_starts, seq_lens)
-        return self._prefill(q, kv_cache, block_tables, query_starts, seq_lens, True, scale, window)
+        return self._prefill(q, kv_cache, block_tables, query_starts, seq_lens, True, scale, window, softcap)
 
-    def prefix_attend(self, q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def prefix_attend(
+        self, q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         _check_indices("prefix_attend", block_ids)
         starts = torch.tensor((0, q.shape[0]), dtype=torch.int32)
         length = torch.tensor((block_ids.shape[0] * kv_cache.shape[2],), dtype=torch.int32)
-        return self._prefill(q, kv_cache, block_ids[None], starts, length, False, scale, None)
+        return self._prefill(q, kv_cache, block_ids[None], starts, length, False, scale, None, softcap)
 
     def _prefill(
         self,
@@ -180,6 +196,7 @@ class NativeKernels:
         causal: bool,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         _check_vectors("paged_prefill", q)
         num_tokens, num_heads, _ = q.shape
@@ -187,7 +204,7 @@ class NativeKernels:
         status = self._paged_prefill(
             *(q.data_ptr(), q.stride(0), seq_lens.shape[0], num_heads, *_planes(kv_cache)),
             *(query_starts.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), block_tables.shape[1]),
-            *(seq_lens.data_ptr(), causal, scale, window or 0, out.data_ptr(), lse.data_ptr()),
+            *(seq_lens.data_ptr(), causal, scale, softcap or 0.0, window or 0, out.data_ptr(), lse.data_ptr()),
         )
         if status:
             raise _error("paged_prefill", status)
@@ -232,6 +249,12 @@ def _check_vectors(operation: str, *tensors: Tensor) -> None:
         if tensor.dtype is not _BF16 or tensor.stride(-1) != 1:
             layout = f"{tensor.dtype} of strides {tensor.stride()}"
             raise TypeError(f"{operation} takes bfloat16 with a dense last dimension, not {layout}")
+
+
+def _is_wide(operation: str, weight: Tensor) -> bool:
+    if weight.dtype not in (_BF16, torch.float32) or not weight.is_contiguous():
+        raise TypeError(f"{operation} takes a dense weight of bfloat16 or float32, not {weight.dtype}")
+    return weight.dtype is torch.float32
 
 
 def _check_indices(operation: str, *tensors: Tensor) -> None:

@@ -37,6 +37,7 @@ def native_ops(cache_dir: Path, *, strict: bool) -> Ops:
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
         silu_mul=kernels.silu_mul,
+        gelu_mul=kernels.gelu_mul,
         rope_store=kernels.rope_store,
         make_linear=make_linear,
         make_logits=make_logits,

@@ -7,6 +7,14 @@
 #define CHUNK 64 /* tokens of a row that are attended at a time */
 #define NO_SCORE -1e30f /* below every score; finite, so that differences of it stay numbers */
 
+/* softcap * tanh(score / softcap), for scores and softcap in base 2; softcap 0: no cap. */
+INLINE __m512 cap_scores(__m512 scores, float softcap) {
+    if (softcap == 0.0f) return scores;
+    const __m512 cap = _mm512_set1_ps(softcap), one = _mm512_set1_ps(1.0f);
+    const __m512 power = exp2_16(_mm512_mul_ps(scores, _mm512_set1_ps(2.0f * LOG2_E / softcap)));
+    return _mm512_fnmadd_ps(_mm512_add_ps(cap, cap), _mm512_div_ps(one, _mm512_add_ps(power, one)), cap);
+}
+
 /* One layer: both planes are [num_blocks, block_size, num_kv_heads, head_size]. */
 typedef struct {
     const bf16 *keys, *values;

@@ -24,6 +24,7 @@ typedef struct {
     const int32_t *seq_lens;
     int causal; /* 0: every query sees all tokens of its row */
     float scale; /* times log2(e) */
+    float softcap; /* times log2(e); 0: none */
     int64_t window; /* 0: none */
     bf16 *out;
     float *lse;
@@ -201,6 +202,9 @@ INLINE void attend_unit(const problem *p, const unit *u, const int blocks, uint3
         const int64_t whole = (count + STEP - 1) / STEP * STEP;
         token_offsets(&p->cache, p->tables + u->row * p->table_stride, t, count, whole, offsets);
         score_chunk(blocks, packed, p->cache.keys + plane, offsets, whole, size / 2, p->scale, scores);
+        if (p->softcap != 0.0f)
+            for (int64_t i = 0; i < whole * blocks * LANES; i += LANES)
+                _mm512_storeu_ps(scores + i, cap_scores(_mm512_loadu_ps(scores + i), p->softcap));
         if (t < all_begin || t + whole > all_end || whole > count) mask_chunk(p, u, t, whole, scores);
         softmax_chunk(blocks, scores, whole, max, sum, weights, shrink);
         pair_values(p->cache.values + plane, offsets, whole, size, pairs);
@@ -332,10 +336,10 @@ static int prefill(const problem *p) {
 int inferd_paged_prefill(const bf16 *q, int64_t q_stride, int64_t num_rows, int64_t num_heads, const bf16 *keys,
                          const bf16 *values, int64_t num_blocks, int64_t block_size, int64_t num_kv_heads,
                          int64_t head_size, const int32_t *starts, const int32_t *tables, int64_t table_stride,
-                         int64_t table_width, const int32_t *seq_lens, int causal, float scale, int64_t window,
+                         int64_t table_width, const int32_t *seq_lens, int causal, float scale, float softcap, int64_t window,
                          bf16 *out, float *lse) {
     const problem p = {{keys, values, num_blocks, block_size, num_kv_heads, head_size}, q, q_stride, num_rows,
-                       num_heads, starts, tables, table_stride, seq_lens, causal, scale * LOG2_E, window, out, lse};
+                       num_heads, starts, tables, table_stride, seq_lens, causal, scale * LOG2_E, softcap * LOG2_E, window, out, lse};
     for (int64_t r = 0; r < num_rows; r++) {
         const int64_t queries = starts[r + 1] - starts[r];
         if (queries < 0 || seq_lens[r] < (causal ? queries : 1)) return INFERD_BAD_INDEX;

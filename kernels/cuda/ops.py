@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inferd.kernels.common.ops import KernelUnavailable, Linear, Ops
 from inferd.kernels.cuda.device import card, interpreted
-from inferd.kernels.linear import reference
+from inferd.kernels.linear import cublas, reference
 
 MIN_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,6 +21,7 @@ def cuda_ops(dtype: torch.dtype, device: torch.device, *, strict: bool) -> Ops:
     Raises KernelUnavailable.
     """
     _check(dtype, device)
+    from inferd.kernels.activation import reference as torch_activation
     from inferd.kernels.activation import triton as activation
     from inferd.kernels.linear import triton as linear
     from inferd.kernels.norm import triton as norm
@@ -42,9 +43,10 @@ def cuda_ops(dtype: torch.dtype, device: torch.device, *, strict: bool) -> Ops:
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         silu_mul=activation.silu_mul,
+        gelu_mul=torch_activation.gelu_mul,
         rope_store=rope.rope_store,
         make_linear=make_linear,
-        make_logits=reference.make_logits,
+        make_logits=reference.make_logits if dtype == torch.float32 or interpreted() else cublas.make_logits,
         paged_decode=paged_attention.paged_decode,
         paged_prefill=paged_attention.paged_prefill,
         prefix_attend=paged_attention.prefix_attend,
@@ -67,6 +69,8 @@ def _check(dtype: torch.dtype, device: torch.device) -> None:
         )
     if device.type != "cuda" and not interpreted():
         raise KernelUnavailable(f"Triton kernels run on a CUDA card, not on {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise KernelUnavailable("torch sees no CUDA card")
     if (capability := card(device).capability) < MIN_CAPABILITY:
         raise KernelUnavailable(f"{_name(device)} has compute capability {_dotted(capability)}, they need 8.0")
 

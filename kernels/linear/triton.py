@@ -79,7 +79,7 @@ def _vector_kernel(
     tl.store(out + outputs, total.to(out.dtype.element_ty), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _tile_kernel(
     x,
     weight,

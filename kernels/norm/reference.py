@@ -9,7 +9,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x * rsqrt(mean(x²) + eps) * weight` over the last dimension, in float32, rounded once to x's dtype.
 
-    x[..., h], weight[h] -> [..., h] (Zhang and Sennrich, 2019).
+    x[..., h], weight[h] of x's dtype or float32 -> [..., h] (Zhang and Sennrich, 2019).
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -13,7 +13,7 @@ from inferd.kernels.cuda.launch import Launcher
 _TILE = 4096  # elements that one program aims at: short vectors share a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x,
     residual,

@@ -13,23 +13,27 @@ from torch import Tensor
 
 
 def attend_with_lse(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q @ keys.T) @ values and the natural log-sum-exp of the scores.
+    """softmax(cap(scale * q @ keys.T)) @ values and the natural log-sum-exp of the scores, where
+    cap(s) = softcap * tanh(s / softcap), the identity without a softcap.
 
     q[b, h, n, d], keys and values[b, h, L, d] without NaN, visible broadcastable to [b, h, n, L] or None for all
     -> (out[b, h, n, d], lse[b, h, n] f32). A query that sees nothing gives zeros and -inf.
     """
-    if q.device.type == "cpu" and (operator := _flash_operator()) is not None and q.shape[2] > 0:
+    on_cpu = q.device.type == "cpu" and softcap is None and q.shape[2] > 0
+    if on_cpu and (operator := _flash_operator()) is not None:
         return _flash(operator, q, keys, values, scale, visible)
-    return attend_plainly(q, keys, values, scale, visible)
+    return attend_plainly(q, keys, values, scale, visible, softcap)
 
 
 def attend_plainly(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attend_with_lse` step by step, in float32."""
     scores = q.float() @ keys.float().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)

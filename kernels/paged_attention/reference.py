@@ -1,7 +1,8 @@
 """Attention over a paged cache in plain torch.
 
 Pages may hold anything, NaN included, outside of the tokens that a row may see: masked lanes never enter a sum.
-`lse` is the natural log-sum-exp of a row's scaled scores, the weight of a partial result when two are merged.
+`lse` is the natural log-sum-exp of a row's scaled scores, the weight of a partial result when two are merged. With a
+`softcap` c each scaled score s becomes c * tanh(s / c) first (Gemma 2).
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from inferd.kernels.paged_attention.dense import attend_with_lse
 
 
 def paged_decode(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query token a row, the last of its `seq_lens` tokens; with a window w it sees the last w of them.
 
@@ -34,7 +41,7 @@ def paged_decode(
     hidden = ~visible[:, :, None, None]
     keys, values = (part[pages].flatten(1, 2).masked_fill_(hidden, 0.0).transpose(1, 2) for part in kv_cache)
     grouped = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_size)
-    out, lse = attend_with_lse(grouped, keys, values, scale, visible[:, None, None, :])
+    out, lse = attend_with_lse(grouped, keys, values, scale, visible[:, None, None, :], softcap)
     return out.reshape(q.shape), lse.reshape(num_rows, num_heads)
 
 
@@ -46,6 +53,7 @@ def paged_prefill(
     seq_lens: Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of ragged rows: row r owns the queries from query_starts[r] up to query_starts[r + 1].
 
@@ -63,17 +71,21 @@ def paged_prefill(
         visible = keys <= positions
         if window is not None:
             visible &= keys > positions - window
-        out[begin:end], lse[begin:end] = _attend_tokens(q[begin:end], kv_cache, block_tables[row], keys, visible, scale)
+        out[begin:end], lse[begin:end] = _attend_tokens(
+            q[begin:end], kv_cache, block_tables[row], keys, visible, scale, softcap
+        )
     return out, lse
 
 
-def prefix_attend(q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def prefix_attend(
+    q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Every row over all tokens of the same full blocks, which all lie before it.
 
     q[n, hq, d], block_ids[b] i32 -> (out[n, hq, d], lse[n, hq] f32).
     """
     tokens = torch.arange(len(block_ids) * kv_cache.shape[2], device=q.device)
-    return _attend_tokens(q, kv_cache, block_ids, tokens, None, scale)
+    return _attend_tokens(q, kv_cache, block_ids, tokens, None, scale, softcap)
 
 
 def merge_lse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
@@ -91,7 +103,13 @@ def merge_lse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Ten
 
 
 def _attend_tokens(
-    q: Tensor, kv_cache: Tensor, table: Tensor, tokens: Tensor, visible: Tensor | None, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """q[n, hq, d] over the listed tokens of one block table; visible[n, len(tokens)] or None for all."""
     num_rows, num_heads, size = q.shape
@@ -101,6 +119,6 @@ def _attend_tokens(
     keys, values = (part[blocks, tokens % block_size].transpose(0, 1)[None] for part in kv_cache)  # [1, hk, L, d]
     folded = q.reshape(num_rows, num_kv_heads, group, size).permute(1, 2, 0, 3).reshape(1, num_kv_heads, -1, size)
     mask = None if visible is None else visible.repeat(group, 1)[None, None]
-    out, lse = attend_with_lse(folded, keys, values, scale, mask)
+    out, lse = attend_with_lse(folded, keys, values, scale, mask, softcap)
     out = out.reshape(num_kv_heads, group, num_rows, size).permute(2, 0, 1, 3).reshape(q.shape)
     return out, lse.reshape(num_heads, num_rows).transpose(0, 1)

@@ -18,8 +18,15 @@ _MAX_PREFILL_SPLITS = 16
 
 
 def paged_decode(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
+    refuse_softcap(softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     max_seq_len = block_tables.shape[1] * kv_cache.shape[2]
@@ -35,7 +42,9 @@ def paged_prefill(
     seq_lens: Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
+    refuse_softcap(softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     max_seq_len = block_tables.shape[1] * kv_cache.shape[2]
@@ -44,15 +53,23 @@ def paged_prefill(
     return out, lse
 
 
-def prefix_attend(q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def prefix_attend(
+    q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    refuse_softcap(softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     max_seq_len = block_ids.shape[0] * kv_cache.shape[2]
-    starts = torch.tensor((0, q.shape[0]), dtype=torch.int32).to(q.device, non_blocking=True)
+    starts = torch.arange(2, dtype=torch.int32, device=q.device) * q.shape[0]
     lens = torch.full((1,), max_seq_len, dtype=torch.int32, device=q.device)
     arguments = (q, kv_cache, block_ids[None], starts, lens, scale, None)
     prefill_into(out, lse, *arguments, max_query_len=q.shape[0], max_seq_len=max_seq_len, causal=False)
     return out, lse
+
+
+def refuse_softcap(softcap: float | None) -> None:
+    if softcap is not None:
+        raise NotImplementedError("the Triton attention kernels do not cap scores yet")
 
 
 def decode_into(
@@ -76,7 +93,7 @@ def decode_into(
     if num_rows == 0:
         return
     group = num_heads // kv_cache.shape[3]
-    tile = decode_tile(size, group, q.dtype)
+    tile = decode_tile(size, group, num_rows * kv_cache.shape[3], q.dtype, card(q.device))
     own = decode_splits(num_rows, kv_cache.shape[3], max_seq_len, tile, q.device)
     arguments = (q, kv_cache, block_tables, seq_lens)
     if own == 1 and prefixes is None:
@@ -132,9 +149,9 @@ def prefill_into(
 
 
 def decode_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, tile: Tile, device: torch.device) -> int:
-    """Enough parts that each multiprocessor has two programs at least, with a tile of tokens for each."""
+    """Enough parts that each multiprocessor has a program, with a tile of tokens for each."""
     steps = triton.cdiv(max_seq_len, tile.tokens)
-    return num_splits(num_rows * num_kv_heads, steps, 2 * card(device).num_sms)
+    return num_splits(num_rows * num_kv_heads, steps, card(device).num_sms)
 
 
 def prefix_splits(

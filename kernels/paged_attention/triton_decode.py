@@ -15,39 +15,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inferd.kernels.cuda.launch import Launcher
 from inferd.kernels.cuda.prefetch import prefetch
 from inferd.kernels.paged_attention.triton_prefixes import Prefixes
-from inferd.kernels.paged_attention.triton_tiles import LOG2_E, Tile, find_pages, token_pointers
+from inferd.kernels.paged_attention.triton_tiles import LOG2_E, Tile, find_pages, normalised, token_pointers
 
 
-@triton.jit
+# fmt: off
+@triton.jit(  # what changes from step to step is no reason to compile anew
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["tables", "seq_lens", "row_group", "prefix_lens", "lse"],
+)
 def _decode_kernel(
-    q,
-    keys,
-    tables,
-    seq_lens,
-    row_group,
-    prefix_lens,
-    out,
-    lse,
-    scale,
-    q_stride,
-    table_stride,
-    plane_stride,
-    page_stride,
-    slot_stride,
-    window,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    PRECISION: tl.constexpr,
-    LINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    q, keys, tables, seq_lens, row_group, prefix_lens, out, lse, scale,
+    q_stride, table_stride, plane_stride, page_stride, slot_stride, window,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PAGE: tl.constexpr, DIVIDED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    PRECISION: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
+    # fmt: on
     if DEPENDENT:
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
@@ -55,6 +38,7 @@ def _decode_kernel(
     split = tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
     num_rows = tl.num_programs(1)
+    num_splits = tl.num_programs(2)
 
     seq_len = tl.load(seq_lens + row)
     first = 0
@@ -66,7 +50,7 @@ def _decode_kernel(
         first = tl.maximum(first, seq_len - window)
     start = first // TOKENS * TOKENS
     steps = tl.cdiv(tl.maximum(seq_len - start, 0), TOKENS)
-    share = tl.cdiv(steps, SPLITS) * TOKENS
+    share = tl.cdiv(steps, num_splits) * TOKENS
     low = start + split * share
     high = tl.minimum(low + share, seq_len)
 
@@ -107,12 +91,10 @@ def _decode_kernel(
         sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision=PRECISION)
         peak = risen
 
-    some = total > 0
-    result = sums / tl.where(some, total, 1.0)[:, None]
-    log_sum = tl.where(some, (peak + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    result, log_sum = normalised(sums, total, peak)
     num_heads = num_kv_heads * GROUP
     slot = (split * num_rows + row) * num_heads
-    if SPLITS > 1:  # nobody reads the sums of a part that saw nothing
+    if DIVIDED:  # nobody reads the sums of a part that saw nothing
         live &= low < high
     tl.store(out + slot * SIZE + head_lanes, result.to(out.dtype.element_ty), mask=live)
     tl.store(lse + slot + kv_head * GROUP + members, log_sum, mask=members < GROUP)
@@ -154,7 +136,7 @@ def launch_decode(
             "ROWS": tile.rows,
             "TOKENS": tile.tokens,
             "PAGE": kv_cache.shape[2],
-            "SPLITS": splits,
+            "DIVIDED": splits > 1,
             "HAS_WINDOW": window is not None,
             "HAS_PREFIX": prefixes is not None,
             "PRECISION": "ieee" if q.dtype.itemsize == 4 else "tf32",

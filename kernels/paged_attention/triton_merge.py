@@ -12,18 +12,19 @@ from inferd.kernels.cuda.launch import Launcher
 from inferd.kernels.paged_attention.triton_prefixes import Prefixes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own", "num_parts"], do_not_specialize_on_alignment=["part_lse", "row_group", "lse"])
 def _combine_kernel(
     parts,
     part_lse,
     row_group,
     out,
     lse,
+    num_own,
+    num_parts,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    OWN: tl.constexpr,
-    ALL: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr,
     STEP: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -35,9 +36,9 @@ def _combine_kernel(
     num_items = tl.num_programs(0)
     lanes = tl.arange(0, LANES)
     dims = tl.arange(0, PADDED)
-    count = ALL
-    if ALL > OWN:
-        count = tl.where(tl.load(row_group + item // HEADS) >= 0, ALL, OWN)
+    count = num_parts
+    if HAS_PREFIX:
+        count = tl.where(tl.load(row_group + item // HEADS) >= 0, num_parts, num_own)
     weight = tl.load(part_lse + lanes * num_items + item, mask=lanes < count, other=float("-inf"))
     peak = tl.max(weight, axis=0)
     level = tl.where(peak == float("-inf"), 0.0, peak)
@@ -92,13 +93,12 @@ def launch_combine(
     lanes = triton.next_power_of_2(count)
     _combine(
         (num_rows * num_heads, 1, 1),
-        (parts, part_lse, part_lse if prefixes is None else prefixes.row_group, out, lse),
+        (parts, part_lse, part_lse if prefixes is None else prefixes.row_group, out, lse, own, count),
         {
             "HEADS": num_heads,
             "SIZE": size,
             "PADDED": triton.next_power_of_2(size),
-            "OWN": own,
-            "ALL": count,
+            "HAS_PREFIX": prefixes is not None,
             "LANES": lanes,
             "STEP": min(lanes, 16),
         },

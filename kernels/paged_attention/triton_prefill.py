@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inferd.kernels.cuda.device import card
 from inferd.kernels.cuda.launch import Launcher
 from inferd.kernels.paged_attention.triton_prefixes import Prefixes
-from inferd.kernels.paged_attention.triton_tiles import LOG2_E, Tile, find_pages, token_pointers
+from inferd.kernels.paged_attention.triton_tiles import LOG2_E, Tile, find_pages, normalised, token_pointers
 
 
 @triton.jit
@@ -32,25 +32,14 @@ def _find_sequence(starts, num_sequences, tile, GROUP: tl.constexpr, ROWS: tl.co
     return found - 1
 
 
+# fmt: off
 @triton.jit
 def _load_tile(
-    plane,
-    bulk,
-    pages,
-    begin,
-    kv_head,
-    written,
-    num_slots,
-    plane_stride,
-    page_stride,
-    slot_stride,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    plane, bulk, pages, begin, kv_head, written, num_slots, plane_stride, page_stride, slot_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
     BULK: tl.constexpr,
 ):
+    # fmt: on
     """Keys and values [TOKENS, PADDED]. Values that no row may see are zeros: a weight of zero does not undo a NaN."""
     if BULK:
         slot = (pages * PAGE + begin % PAGE).to(tl.int32)
@@ -75,36 +64,15 @@ def _load_tile(
     return key, value
 
 
+# fmt: off
 @triton.jit
 def _attend(
-    query,
-    sums,
-    total,
-    peak,
-    plane,
-    bulk,
-    table,
-    kv_head,
-    positions,
-    low,
-    high,
-    first_seen,
-    scale,
-    window,
-    num_slots,
-    plane_stride,
-    page_stride,
-    slot_stride,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BULK: tl.constexpr,
+    query, sums, total, peak, plane, bulk, table, kv_head, positions, low, high, first_seen, scale, window,
+    num_slots, plane_stride, page_stride, slot_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
 ):
+    # fmt: on
     """One more stretch of tokens [low, high) for all rows of the tile; MASKED where some row does not see all of it."""
     lanes = tl.arange(0, TOKENS)
     pages = find_pages(table, low, high, lanes, PAGE, TOKENS)
@@ -137,41 +105,48 @@ def _attend(
     return sums, total, peak
 
 
+# fmt: off
 @triton.jit
-def _prefill_kernel(
-    q,
-    keys,
-    bulk,
-    tables,
-    starts,
-    seq_lens,
-    order,
-    out,
-    lse,
-    scale,
-    num_sequences,
-    num_tokens,
-    num_slots,
-    q_stride,
-    table_stride,
-    plane_stride,
-    page_stride,
-    slot_stride,
-    window,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BULK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _stretches(
+    first, last, end, split, num_splits, window,
+    TOKENS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):
+    # fmt: on
+    """One part of what the queries at positions `first` to `last` see: [low, high), and [full, ragged) inside of it
+    where each of them sees every token; the first token that any of them sees comes last."""
+    first_seen = 0
+    if CAUSAL:
+        end = last + 1
+    if HAS_WINDOW:
+        first_seen = tl.maximum(first + 1 - window, 0)
+    begin = first_seen // TOKENS * TOKENS
+    share = tl.cdiv(tl.cdiv(end - begin, TOKENS), num_splits) * TOKENS
+    low = begin + split * share
+    high = tl.minimum(low + share, end)
+    full = low
+    if HAS_WINDOW:
+        full = tl.cdiv(tl.maximum(last + 1 - window, 0), TOKENS) * TOKENS
+        full = tl.minimum(tl.maximum(full, low), high)
+    ragged = end // TOKENS * TOKENS
+    if CAUSAL:
+        ragged = (first + 1) // TOKENS * TOKENS
+    ragged = tl.minimum(tl.maximum(ragged, full), high)
+    return low, full, ragged, high, first_seen
+
+
+# fmt: off
+@triton.jit(  # what changes from step to step is no reason to compile anew
+    do_not_specialize=["num_sequences", "num_tokens", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "starts", "seq_lens", "order", "lse"],
+)
+def _prefill_kernel(
+    q, keys, bulk, tables, starts, seq_lens, order, out, lse, scale, num_sequences, num_tokens, num_slots,
+    q_stride, table_stride, plane_stride, page_stride, slot_stride, window,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PAGE: tl.constexpr, DIVIDED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, ORDERED: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    # fmt: on
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -199,30 +174,13 @@ def _prefill_kernel(
     query = tl.load(q + (token * q_stride + heads * SIZE)[:, None] + dims[None, :], mask=mask, other=0.0)
 
     seq_len = tl.load(seq_lens + sequence)
-    first_seen = 0
-    begin = 0
-    end = seq_len
-    first_position = seq_len - query_len + first_row // GROUP
-    last_position = seq_len - query_len + (tl.minimum(first_row + ROWS, query_len * GROUP) - 1) // GROUP
-    positions = tl.minimum(seq_len - query_len + rows // GROUP, last_position)
-    if CAUSAL:
-        end = last_position + 1
-    if HAS_WINDOW:
-        first_seen = tl.maximum(first_position + 1 - window, 0)
-        begin = first_seen // TOKENS * TOKENS
-    share = tl.cdiv(tl.cdiv(end - begin, TOKENS), SPLITS) * TOKENS
-    low = begin + split * share
-    high = tl.minimum(low + share, end)
-    # Tiles from `full` up to `ragged` are seen whole by every row.
-    full = low
-    if HAS_WINDOW:
-        full = tl.cdiv(tl.maximum(last_position + 1 - window, 0), TOKENS) * TOKENS
-        full = tl.minimum(tl.maximum(full, low), high)
-    ragged = end // TOKENS * TOKENS
-    if CAUSAL:
-        ragged = (first_position + 1) // TOKENS * TOKENS
-    ragged = tl.minimum(tl.maximum(ragged, full), high)
-
+    context = seq_len - query_len
+    first = context + first_row // GROUP
+    last = context + (tl.minimum(first_row + ROWS, query_len * GROUP) - 1) // GROUP
+    positions = tl.minimum(context + rows // GROUP, last)
+    low, full, ragged, high, first_seen = _stretches(
+        first, last, seq_len, split, tl.num_programs(2), window, TOKENS, CAUSAL, HAS_WINDOW
+    )
     plane = keys + kv_head * SIZE
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -244,12 +202,10 @@ def _prefill_kernel(
         *(SIZE, PADDED, TOKENS, PAGE, True, CAUSAL, HAS_WINDOW, PRECISION, BULK),
     )
 
-    some = total > 0
-    result = sums / tl.where(some, total, 1.0)[:, None]
-    log_sum = tl.where(some, (peak + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    result, log_sum = normalised(sums, total, peak)
     num_heads = tl.num_programs(0) * GROUP
     slot = (split.to(tl.int64) * num_tokens + token) * num_heads + heads
-    if SPLITS > 1:  # nobody reads the sums of a part that saw nothing
+    if DIVIDED:  # nobody reads the sums of a part that saw nothing
         mask &= low < high
     tl.store(out + slot[:, None] * SIZE + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + slot, log_sum, mask=live)
@@ -305,7 +261,7 @@ def launch_prefill(
             "ROWS": tile.rows,
             "TOKENS": tile.tokens,
             "PAGE": kv_cache.shape[2],
-            "SPLITS": splits,
+            "DIVIDED": splits > 1,
             "CAUSAL": causal,
             "HAS_WINDOW": window is not None,
             "ORDERED": order is not None,

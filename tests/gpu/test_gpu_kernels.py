@@ -11,6 +11,8 @@ from torch import Tensor
 
 from inferd.kernels.common.ops import KernelUnavailable, Ops
 from inferd.kernels.cuda.device import interpreted
+from inferd.kernels.sampling.reference import BROKEN
+from inferd.kernels.sampling.reference import greedy as reference_greedy
 
 linear = pytest.importorskip("inferd.kernels.linear.triton", reason="Triton is not installed", exc_type=ImportError)
 
@@ -223,6 +225,32 @@ def test_merge_lse(own: Ops, twin: Ops, dtype: torch.dtype, randn: Callable[...,
     lse_a[2] = lse_b[2] = -torch.inf
     expected = twin.merge_lse(out_a.float(), lse_a, out_b.float(), lse_b)
     assert_close(own.merge_lse(out_a, lse_a, out_b, lse_b), expected, dtype)
+
+
+@pytest.mark.parametrize("size", [5, 4096, 128256])
+def test_greedy(device: torch.device, randn: Callable[..., Tensor], size: int) -> None:
+    from inferd.kernels.sampling.triton import greedy
+
+    logits = randn(12, size + 3)[:, :size].round(decimals=1)  # with equal ones
+    logits[1] = -torch.inf
+    logits[2, 4] = torch.inf
+    logits[3, size // 2] = torch.nan
+    logits[4, 1] = -torch.inf
+    logits[5] = 0.0
+    logits[5, ::2] = -0.0
+    logits[6] = -1.0 - logits[6].abs()
+    assert torch.equal(greedy(logits), reference_greedy(logits))
+    assert greedy(logits)[1:4].tolist() == [BROKEN] * 3
+    assert greedy(logits[:0]).shape == (0,)
+
+
+@pytest.mark.skipif(interpreted(), reason="cuBLAS needs a card")
+def test_logits_keep_their_sums(own: Ops, dtype: torch.dtype, randn: Callable[..., Tensor]) -> None:
+    weight, x = randn(1000, 512, dtype=dtype), randn(3, 512, dtype=dtype)
+    logits = own.make_logits(weight)(x)
+    assert logits.dtype == torch.float32
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(logits.double(), exact, atol=1e-3, rtol=1e-5)
 
 
 def test_empty_batches(own: Ops, dtype: torch.dtype, device: torch.device) -> None:

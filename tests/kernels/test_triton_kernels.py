@@ -29,6 +29,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("name", ["test_gpu_kernels.py", "test_gpu_attention.py"])
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_in_the_interpreter(name: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
