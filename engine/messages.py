@@ -11,14 +11,17 @@ from typing import Any
 
 import msgspec
 
+from inferd.engine.logprobs import TokenLogprobs
 from inferd.engine.params import SamplingParams
 
 ENGINE_DEAD = b"ENGINE_DEAD"
+LANES = ("interactive", "batch")  # the better first
 
 
 class FinishReason(enum.Enum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # max_tokens or the context ran out
+    REPETITION = "repetition"  # the output repeats itself, as `repetition_detection` says
     ABORT = "abort"  # the client left or asked
     ERROR = "error"  # this request alone failed; `EngineOutput.error` says why
 
@@ -38,7 +41,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     arrival_time_s: float  # wall clock of the front
     priority: int = 0  # smaller runs sooner
     client: str = "local"
-    lane: str = "interactive"  # or "batch"
+    lane: str = LANES[0]  # one of `LANES`
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
     features: list[MultimodalFeature] | None = None
 
@@ -76,6 +79,9 @@ class EngineOutput(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     error: str | None = None
+    error_param: str | None = None  # the field of the request that is to blame; without it, the engine is
+    logprobs: TokenLogprobs | None = None  # of `new_token_ids`
+    prompt_logprobs: TokenLogprobs | None = None  # of all prompt tokens but the first; once, with the first output
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -99,12 +105,40 @@ class CallReply(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
+class KVBlocksStored(msgspec.Struct, tag="stored", array_like=True):
+    """Full blocks of one request, one after the other, can be found in the prefix cache from now on.
+
+    A block's content is named by its hash, which also names everything before it. Told again when another request
+    computes the same.
+    """
+
+    group: int  # KV group
+    block_hashes: list[bytes]
+    parent_hash: bytes | None  # of the block before the first; None at a request's beginning
+    token_ids: list[int]  # of all these blocks, equally many each
+
+
+class KVBlocksRemoved(msgspec.Struct, tag="removed", array_like=True):
+    """These cannot be found any longer: their memory was given away, or what they hold is not to be trusted."""
+
+    group: int
+    block_hashes: list[bytes]
+
+
+class KVCacheCleared(msgspec.Struct, tag="cleared", array_like=True):
+    """Nothing can be found any longer, in any group."""
+
+
+KVEvent = KVBlocksStored | KVBlocksRemoved | KVCacheCleared
+
+
 class EngineOutputs(msgspec.Struct, array_like=True):
     """One message of the engine: a step's outputs, a reply, or (all empty) a heartbeat."""
 
     outputs: list[EngineOutput] = []
     stats: SchedulerStats | None = None
     reply: CallReply | None = None
+    kv_events: list[KVEvent] = []  # since the last message that had any, in order; with `enable_kv_events` only
 
 
 class EngineReady(msgspec.Struct, tag="ready"):

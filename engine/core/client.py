@@ -21,7 +21,7 @@ from inferd.engine.build import build_engine
 from inferd.engine.config import EngineArgs
 from inferd.engine.core.launch import OnLine
 from inferd.engine.core.link import EngineLink
-from inferd.engine.errors import EngineDeadError, EngineError
+from inferd.engine.errors import EngineDeadError, EngineError, InvalidRequest
 from inferd.engine.messages import (
     Abort,
     AddRequest,
@@ -31,6 +31,7 @@ from inferd.engine.messages import (
     EngineOutputs,
     EngineReady,
     FinishReason,
+    KVEvent,
     SchedulerStats,
 )
 
@@ -65,6 +66,7 @@ class InprocClient:
 
     def __init__(self, args: EngineArgs) -> None:
         self._core, self.ready = build_engine(args)
+        self._kv_events: list[KVEvent] = []
         self._pending: list[EngineOutput] = []
         self._death: str | None = None
         self._is_shut_down = False
@@ -74,7 +76,9 @@ class InprocClient:
         try:
             self._core.add(request)
         except EngineError as error:
-            self._pending.append(EngineOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
+            param = error.param if isinstance(error, InvalidRequest) else None
+            refused = EngineOutput(request.request_id, [], FinishReason.ERROR, error=str(error), error_param=param)
+            self._pending.append(refused)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._check_alive()
@@ -82,14 +86,26 @@ class InprocClient:
 
     def call(self, method: str, *args: Any) -> Any:
         self._check_alive()
-        return _result_of(self._core.call(Call(0, method, list(args))))
+        reply = self._core.call(Call(0, method, list(args)))
+        while reply is None:
+            outputs = self._step()
+            self._pending += outputs.outputs
+            self._kv_events += outputs.kv_events
+            reply = outputs.reply
+        return _result_of(reply)
 
     def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
         """One step; an idle engine answers at once with an empty value."""
         self._check_alive()
         pending, self._pending = self._pending, []
+        kv_events, self._kv_events = self._kv_events, []
         if pending or not self._core.has_work:
-            return EngineOutputs(pending, self._core.stats())
+            return EngineOutputs(pending, self._core.stats(), kv_events=kv_events + self._core.take_kv_events())
+        outputs = self._step()
+        outputs.kv_events = kv_events + outputs.kv_events
+        return outputs
+
+    def _step(self) -> EngineOutputs:
         try:
             return self._core.step()
         except Exception as error:
@@ -143,10 +159,10 @@ class MPClient:
             outputs = self._link.receive(None)
             if outputs is None:
                 continue
-            if outputs.reply is not None and outputs.reply.call_id == call_id:
-                return _result_of(outputs.reply)
             if outputs.outputs:
                 self._kept.append(outputs)
+            if outputs.reply is not None and outputs.reply.call_id == call_id:
+                return _result_of(outputs.reply)
 
     def get_outputs(self, timeout_s: float | None = None) -> EngineOutputs:
         if self._kept:

@@ -7,8 +7,11 @@ Block ids are one list per KV group.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from inferd.engine.logprobs import PromptChunk, TokenLogprobs
 from inferd.engine.messages import MultimodalFeature
 from inferd.engine.params import SamplingParams
 
@@ -24,6 +27,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     block_ids: BlockIds
     num_computed_tokens: int
     features: list[MultimodalFeature] | None = None
+    num_prompt_logprobs: int = 0  # of the first tokens after the prompt's very first: these have been computed before
 
 
 class KnownRequests(msgspec.Struct, array_like=True):
@@ -60,8 +64,20 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
         return not (self.num_scheduled_tokens or self.finished_ids or self.preempted_ids)
 
 
+class GrammarBitmask(msgspec.Struct, array_like=True):
+    """What requests under a grammar may sample in a step; the others may sample anything.
+
+    A request that samples several tokens has as many rows, in the order of its tokens.
+    """
+
+    request_ids: list[str]  # of each row
+    words: Any  # numpy i32 [rows, ceil(vocab / 32)]; bit `id % 32` of word `id // 32`: whether the token may come
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Sampled tokens by request id: none for a chunk that did not reach the request's last known token."""
 
     sampled_token_ids: dict[str, list[int]]
     errors: dict[str, str] = {}  # request id → why it cannot go on; the others do
+    logprobs: dict[str, TokenLogprobs] = {}  # of the sampled tokens, for requests that want them
+    prompt_logprobs: dict[str, PromptChunk] = {}  # of the prompt tokens that this step went over

@@ -21,7 +21,7 @@ import zmq
 
 from inferd.engine.core.link import bind, make_socket
 from inferd.engine.core.step import EngineCore
-from inferd.engine.errors import EngineError
+from inferd.engine.errors import EngineError, InvalidRequest
 from inferd.engine.messages import (
     ENGINE_DEAD,
     Abort,
@@ -41,6 +41,7 @@ from inferd.engine.request import Request
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+HELD_S = 0.001  # until requests are looked at again when all of them wait for something that is not ours
 LAST_WORDS_S = 5.0  # how long an ending engine tries to hand over what it still has to say
 
 
@@ -89,6 +90,13 @@ class _Wake:
     """Makes an idle loop look at its flags."""
 
 
+@dataclass(frozen=True)
+class _ExecutorFailed:
+    """Ends an engine that is idle too."""
+
+    error: Exception
+
+
 class EngineCoreProc:
     """Runs one `EngineCore` until it is told to stop. Constructed, it can be sent to; `run` blocks the main thread.
 
@@ -104,7 +112,9 @@ class EngineCoreProc:
         self._input = make_socket(context, zmq.PULL)  # from here on the input thread's
         bind(self._input, input_socket)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._ordered: queue.SimpleQueue[_Added | _Aborted | Call | Shutdown | _Wake] = queue.SimpleQueue()
+        self._ordered: queue.SimpleQueue[_Added | _Aborted | Call | Shutdown | _Wake | _ExecutorFailed] = (
+            queue.SimpleQueue()
+        )
         self._eager_aborts: queue.SimpleQueue[_Aborted] = queue.SimpleQueue()
         self._num_aborts_read = 0  # the input thread's
         self._num_aborts_done = 0  # in their order
@@ -114,7 +124,9 @@ class EngineCoreProc:
             Call: self._call,
             Shutdown: self._begin_shutdown,
             _Wake: lambda _: None,
+            _ExecutorFailed: self._fail,
         }
+        core.on_failure(lambda error: self._ordered.put(_ExecutorFailed(error)))
         self._terminated = False
         self._stop_at_s: float | None = None  # monotonic; None while in service
         self._last_sent_s = 0.0
@@ -145,15 +157,19 @@ class EngineCoreProc:
             self._begin_shutdown(Shutdown(0.0))
         if self._stop_at_s is None:
             return False
-        if time.monotonic() >= self._stop_at_s:
-            self._send(EngineOutputs(self._core.abort_all(), self._core.stats()))
-            return True
-        return not self._core.has_work and self._ordered.empty()
+        has_nothing_to_do = not self._core.has_work and self._ordered.empty()
+        if not has_nothing_to_do and time.monotonic() < self._stop_at_s:
+            return False
+        self._send(EngineOutputs(self._core.abort_all(), self._core.stats()))  # a paused engine has some left too
+        return True
 
     def _take_messages(self) -> None:
         """All that wait; an idle engine blocks for one, and says from time to time that it is alive."""
+        has_work = self._core.has_work
         try:
-            message = self._ordered.get(block=not self._core.has_work, timeout=HEARTBEAT_S)
+            message = self._ordered.get(
+                block=not has_work or self._core.is_held, timeout=HELD_S if has_work else HEARTBEAT_S
+            )
         except queue.Empty:
             self._send(EngineOutputs())
             return
@@ -186,11 +202,15 @@ class EngineCoreProc:
         self._send(EngineOutputs(self._core.abort(message.request_ids), self._core.stats()))
 
     def _call(self, message: Call) -> None:
-        if self._stop_at_s is not None:
-            reply = CallReply(message.call_id, error="the engine is shutting down")
-        else:
+        if self._stop_at_s is None:
             reply = self._core.call(message)
-        self._send(EngineOutputs(reply=reply))
+        else:
+            reply = CallReply(message.call_id, error="the engine is shutting down")
+        if reply is not None:
+            self._send(EngineOutputs(reply=reply, kv_events=self._core.take_kv_events()))
+
+    def _fail(self, message: _ExecutorFailed) -> None:
+        raise message.error
 
     def _begin_shutdown(self, message: Shutdown) -> None:
         self._stop_at_s = time.monotonic() + message.drain_s
@@ -206,7 +226,9 @@ class EngineCoreProc:
                 yield from message.request_ids
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        self._output.put(EngineOutputs([EngineOutput(request_id, [], FinishReason.ERROR, error=str(error))]))
+        param = error.param if isinstance(error, InvalidRequest) else None
+        refused = EngineOutput(request_id, [], FinishReason.ERROR, error=str(error), error_param=param)
+        self._output.put(EngineOutputs([refused]))
 
     # The input thread.
 

@@ -18,7 +18,8 @@ from inferd.engine.errors import ContextLengthExceeded, EngineDeadError, Invalid
 from inferd.engine.frontend.async_llm import AsyncLLM
 from inferd.engine.frontend.detokenize import ByteLevelDecoder
 from inferd.engine.frontend.inputs import PreparedRequest, Prompt
-from inferd.engine.frontend.outputs import OutputProcessor, RequestOutput
+from inferd.engine.frontend.outputs import RequestOutput
+from inferd.engine.frontend.processor import OutputProcessor
 from inferd.engine.messages import FinishReason
 from inferd.engine.params import OutputKind, SamplingParams
 from inferd.engine.testing.model_folder import make_model_folder
@@ -172,8 +173,8 @@ async def test_bad_requests_raise_before_anything_is_sent(start_llm: StartLLM) -
         await collect(llm, "x" * 256, params())
     with pytest.raises(InvalidRequest, match="empty"):
         llm.prepare("", params())
-    with pytest.raises(RequestFailed, match="priorities are not supported"):  # only the engine knows
-        await collect(llm, "hello", params(), priority=3)
+    with pytest.raises(InvalidRequest, match="unknown lane 'fast'"):  # only the engine knows
+        await collect(llm, "hello", params(), lane="fast")
     assert llm.num_unfinished == 0
     assert len(await collect(llm, "hello", params())) > 0
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from inferd.engine.core.kv.hashing import make_block_key
+from inferd.engine.core.kv.hashing import BlockKey, make_block_key
 from inferd.engine.core.kv.pool import BlockPool, KVCacheBlock
 from inferd.engine.core.kv.spec import KVSpec
 from inferd.engine.errors import ConfigError
 
 
 class BlockTable:
-    """The blocks of one request, in the order of its tokens; grows at the end only."""
+    """The blocks of one request, in the order of its tokens; grows at the end only.
 
-    __slots__ = ("blocks", "ids", "num_cached")
+    The null block stands where a layer looks no more.
+    """
+
+    __slots__ = ("blocks", "ids", "num_cached", "num_released")
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
         self.ids: list[int] = []  # of `blocks`; the same int objects, so that comparing tables is cheap
-        self.num_cached = 0  # leading blocks that have a hash
+        self.num_cached = 0  # leading blocks that need no hash any more
+        self.num_released = 0  # leading blocks that are the null block
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> list[int]:
         ids = [block.block_id for block in blocks]
@@ -27,8 +32,8 @@ class BlockTable:
         return ids
 
 
-class FullAttentionManager:
-    """Tables of a group whose layers attend to everything before: a request keeps all its blocks to the end.
+class GroupManager(ABC):
+    """The tables of one group. A kind of layer says which cached blocks it can start from and which it gives back.
 
     A page (`spec.block_size` tokens) may span several hash blocks; its key is the hash of the last of them, which the
     chain makes a hash of everything up to there.
@@ -40,22 +45,21 @@ class FullAttentionManager:
                 f"block_size ({spec.block_size}) must be a multiple of hash_block_size ({hash_block_size}); "
                 f"set block_size to a multiple of {hash_block_size}"
             )
+        self.spec = spec
         self.block_size = spec.block_size
+        self.group_id = group_id
         self._pool = pool
-        self._group_id = group_id
         self._hashes_per_block = spec.block_size // hash_block_size
         self._tables: dict[str, BlockTable] = {}
 
-    def find_hits(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[KVCacheBlock]:
-        """The longest run of cached blocks from the first one on, within `max_tokens`. Changes nothing."""
-        hits: list[KVCacheBlock] = []
-        last_hashes = range(self._hashes_per_block - 1, len(block_hashes), self._hashes_per_block)
-        for index in last_hashes[: max_tokens // self.block_size]:
-            block = self._pool.get_cached_block(make_block_key(block_hashes[index], self._group_id))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+    @abstractmethod
+    def find_hits(self, block_hashes: Sequence[bytes], max_tokens: int, alignment_tokens: int) -> list[KVCacheBlock]:
+        """The first blocks of a table for the longest cached beginning within `max_tokens` that this group can go on
+        from; a whole number of `alignment_tokens`, which is a multiple of the block size. Changes nothing."""
+
+    @abstractmethod
+    def release_unseen(self, request_id: str, num_processed_tokens: int) -> None:
+        """Give back what no query after `num_processed_tokens` looks at."""
 
     def num_blocks_to_take(self, request_id: str, num_tokens: int, hits: Sequence[KVCacheBlock] = ()) -> int:
         """How many blocks the free queue loses when the request grows to `num_tokens`, hits adopted.
@@ -65,8 +69,19 @@ class FullAttentionManager:
         table = self._tables.get(request_id)
         held = len(table.ids) if table is not None else 0
         missing = (num_tokens + self.block_size - 1) // self.block_size - held - len(hits)
-        unused_hits = sum(block.ref_count == 0 for block in hits) if hits else 0
-        return (missing if missing > 0 else 0) + unused_hits
+        return (missing if missing > 0 else 0) + _num_unused(hits)
+
+    def num_blocks_for_all(self, num_tokens: int, max_step_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
+        """How many blocks the free queue loses at most while a request without blocks is computed up to `num_tokens`.
+
+        No step computes more than `max_step_tokens` of it.
+        """
+        held = sum(not block.is_null for block in hits)
+        return max(self.spec.max_blocks(num_tokens, max_step_tokens) - held, 0) + _num_unused(hits)
+
+    def num_blocks_missing(self, request_id: str, num_tokens: int, max_step_tokens: int) -> int:
+        """The same for a request that has blocks."""
+        return max(self.spec.max_blocks(num_tokens, max_step_tokens) - self.num_blocks_held(request_id), 0)
 
     def adopt_hits(self, request_id: str, hits: Sequence[KVCacheBlock]) -> None:
         """Begin the table of a request with found blocks. Before any `grow` of the same step: that could evict them."""
@@ -74,6 +89,7 @@ class FullAttentionManager:
         table = self._tables[request_id] = BlockTable()
         table.extend(hits)
         table.num_cached = len(hits)
+        table.num_released = sum(block.is_null for block in hits)
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Append new blocks until `num_tokens` have room; returns their ids."""
@@ -83,31 +99,68 @@ class FullAttentionManager:
         missing = (num_tokens + self.block_size - 1) // self.block_size - len(table.ids)
         return table.extend(self._pool.get_new_blocks(missing)) if missing > 0 else []
 
-    def cache_full_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Let others find the blocks that are full once `num_tokens` are stored; returns the ids of those new to it."""
-        table = self._tables[request_id]
+    def cache_full_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> range:
+        """Let others find the blocks that are full once `num_tokens` are stored; the places in the table of those new
+        to it."""
+        table = self._tables.get(request_id)
+        if table is None:
+            return range(0)
         num_full = num_tokens // self.block_size
         if num_full <= table.num_cached:
-            return []
-        full = slice(table.num_cached, num_full)
-        first, step = (table.num_cached + 1) * self._hashes_per_block - 1, self._hashes_per_block
-        last_hashes = block_hashes[first : num_full * step : step]
-        self._pool.cache_full_blocks(table.blocks[full], [make_block_key(h, self._group_id) for h in last_hashes])
+            return range(0)
+        places = range(max(table.num_cached, table.num_released), num_full)
+        hashes = [block_hashes[self.last_hash(place)] for place in places]
+        self._pool.cache_full_blocks(table.blocks[places.start : num_full], self._keys(hashes))
         table.num_cached = num_full
-        return table.ids[full]
+        return places
 
-    def free(self, request_id: str, *, forget: bool = False) -> None:
-        """Release in reverse: a tail is of use to few, the shared head to many, so the tail is evicted first.
+    def last_hash(self, place: int) -> int:
+        """Which of a request's block hashes names the block at `place` of its table."""
+        return (place + 1) * self._hashes_per_block - 1
 
-        With `forget` the blocks cannot be found again.
-        """
+    def take_table(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks, the null block not among them; whoever takes them frees them."""
         table = self._tables.pop(request_id, None)
-        if table is not None:
-            if forget:
-                self._pool.forget(table.blocks)
-            self._pool.free_blocks(reversed(table.blocks))
+        return table.blocks[table.num_released :] if table is not None else []
 
     def block_ids(self, request_id: str) -> list[int]:
         """The table itself, to read: whoever keeps it copies it."""
         table = self._tables.get(request_id)
         return table.ids if table is not None else []
+
+    def room(self, request_id: str) -> tuple[int, int]:
+        """Tokens that the request's blocks hold, and how many fill the first of them that is not hashed yet."""
+        table = self._tables[request_id]
+        return len(table.ids) * self.block_size, (table.num_cached + 1) * self.block_size
+
+    def num_blocks_held(self, request_id: str) -> int:
+        table = self._tables.get(request_id)
+        return len(table.ids) - table.num_released if table is not None else 0
+
+    def _cached(self, block_hashes: Sequence[bytes], place: int) -> KVCacheBlock | None:
+        return self._pool.get_cached_block(make_block_key(block_hashes[self.last_hash(place)], self.group_id))
+
+    def _keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
+        return [make_block_key(block_hash, self.group_id) for block_hash in hashes]
+
+
+class FullAttentionManager(GroupManager):
+    """Layers that attend to everything before: a request keeps all its blocks to the end."""
+
+    def find_hits(self, block_hashes: Sequence[bytes], max_tokens: int, alignment_tokens: int) -> list[KVCacheBlock]:
+        hits: list[KVCacheBlock] = []
+        num_hashed = len(block_hashes) // self._hashes_per_block
+        for place in range(min(max_tokens // self.block_size, num_hashed)):
+            block = self._cached(block_hashes, place)
+            if block is None:
+                break
+            hits.append(block)
+        per_alignment = alignment_tokens // self.block_size
+        return hits[: len(hits) // per_alignment * per_alignment]
+
+    def release_unseen(self, request_id: str, num_processed_tokens: int) -> None:
+        """Everything stays in sight."""
+
+
+def _num_unused(hits: Sequence[KVCacheBlock]) -> int:
+    return sum(block.ref_count == 0 and not block.is_null for block in hits) if hits else 0

@@ -19,11 +19,17 @@ BlockKey = NewType("BlockKey", bytes)
 """A block hash with the KV group that holds the block: equal tokens in two groups are two different contents."""
 
 _TOKEN_BYTES = array("q").itemsize
+_GROUP_BYTES = 2
 _LORA, _FEATURE, _SALT = b"L", b"F", b"S"
 
 
 def make_block_key(block_hash: bytes, group_id: int) -> BlockKey:
-    return BlockKey(block_hash + group_id.to_bytes(2, "little"))
+    return BlockKey(block_hash + group_id.to_bytes(_GROUP_BYTES, "little"))
+
+
+def split_block_key(key: BlockKey) -> tuple[bytes, int]:
+    """(block hash, KV group)"""
+    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "little")
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

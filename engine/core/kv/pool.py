@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from inferd.engine.core.kv.events import KVEventLog
 from inferd.engine.core.kv.hashing import BlockKey
 
 
@@ -91,9 +92,11 @@ class BlockPool:
     Block 0 is the null block: padding points at it, nobody owns it, and it is in no count.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+        """`events` is told what can no longer be found; what can, those say who know the tokens."""
         if num_blocks < 2:
             raise ValueError(f"a block pool needs the null block and one more, got num_blocks={num_blocks}")
+        self._events = events
         self._blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_blocks)]
         self.null_block = self._blocks[0]
         self._free = FreeKVCacheBlockQueue(self._blocks[1:])
@@ -137,8 +140,10 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more user for each: a free block leaves the queue, and keeps its content."""
+        """One more user for each: a free block leaves the queue, and keeps its content. Null blocks are passed over."""
         for block in blocks:
+            if block.is_null:
+                continue
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
@@ -183,6 +188,8 @@ class BlockPool:
             block.block_hash = None
         self._cached.clear()
         self._duplicates.clear()
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     def _forget(self, block: KVCacheBlock, key: BlockKey) -> None:
@@ -190,6 +197,8 @@ class BlockPool:
         later = self._duplicates.get(key)
         if later is None:
             del self._cached[key]
+            if self._events is not None:
+                self._events.removed(key)
             return
         if self._cached[key] is block:
             self._cached[key] = later.pop(0)

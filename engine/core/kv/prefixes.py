@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 
 from inferd.engine.core.output import SharedPrefix
@@ -23,6 +23,19 @@ def choose_shared_prefixes(members: Sequence[Member], unfilled: Collection[int])
     blocks whose content is computed only by the step that is being built.
     """
     return [prefix for bucket in _split(members, 0) for prefix in _choose(bucket, unfilled, MAX_LEVELS)[1]]
+
+
+def cut_to_common(
+    prefixes: Sequence[SharedPrefix], tables: Mapping[str, Sequence[int]], unfilled: Collection[int]
+) -> list[SharedPrefix]:
+    """Those prefixes as far as they are equal in another KV group too, whose block tables are given by request."""
+    cut = []
+    for prefix in prefixes:
+        members = [(tables[request_id][: prefix.num_blocks], request_id) for request_id in prefix.request_ids]
+        num_blocks, _ = _common_blocks(members, unfilled)
+        if num_blocks:
+            cut.append(SharedPrefix(num_blocks, prefix.request_ids))
+    return cut
 
 
 def _choose(members: Sequence[Member], unfilled: Collection[int], levels: int) -> tuple[int, list[SharedPrefix]]:
