@@ -143,7 +143,7 @@ def bench(
     model: Annotated[str | None, typer.Option(help="A name of the library, or a model folder.")] = None,
 ) -> None:
     command = [sys.executable, "-P", "-m", "inferd.engine.bench", *context.args]
-    if not {"--help", "-h"} & set(context.args):
+    if not {"--help", "-h", "gpu", "--suite=gpu"} & set(context.args):  # the GPU suite makes its own model
         command += ["--model", str(library_cli.model_folder(model))]
     os.execv(sys.executable, command)
 

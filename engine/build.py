@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from inferd.engine.config import EngineArgs, EngineConfig
 from inferd.engine.core.step import EngineCore
+from inferd.engine.grammar.compiler import GrammarCompiler
+from inferd.engine.grammar.manager import GrammarManager
+from inferd.engine.grammar.scheduling import StructuredRequests
 from inferd.engine.messages import EngineReady
 from inferd.engine.resolve import resolve
+from inferd.engine.sampling.plugins import find_processors, params_checks
 
 if TYPE_CHECKING:
-    from inferd.engine.executor.uniproc import UniProcExecutor
-    from inferd.engine.testing.scripted import ScriptedExecutor
+    from inferd.engine.executor.base import Executor
 
 
 def build_engine(args: EngineArgs) -> tuple[EngineCore, EngineReady]:
@@ -22,7 +25,9 @@ def build_engine(args: EngineArgs) -> tuple[EngineCore, EngineReady]:
     config = resolve(args)
     executor = make_executor(config)
     try:
-        core = EngineCore(config, executor)
+        core = EngineCore(
+            config, executor, grammar=make_grammars(config), params_checks=params_checks(find_processors())
+        )
     except BaseException:
         executor.shutdown()
         raise
@@ -39,12 +44,30 @@ def build_engine(args: EngineArgs) -> tuple[EngineCore, EngineReady]:
     return core, ready
 
 
-def make_executor(config: EngineConfig) -> UniProcExecutor | ScriptedExecutor:
-    """Imports torch only for an executor that needs it."""
+def make_grammars(config: EngineConfig) -> StructuredRequests:
+    """Costs nothing before the first request under a grammar."""
+    model, settings = config.model, config.grammar
+    compiler = GrammarCompiler(
+        model.path,
+        model.vocab_size,
+        model.eos_token_ids,
+        backends=settings.backends,
+        timeout_s=settings.compile_timeout_s,
+    )
+    manager = GrammarManager(compiler, model.vocab_size, model.eos_token_ids, cache_bytes=settings.cache_bytes)
+    return StructuredRequests(manager, settings.backends)
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """Imports torch only for an executor that needs it in this process."""
     if config.executor == "scripted":
         from inferd.engine.testing.scripted import ScriptedExecutor
 
         return ScriptedExecutor(config)
+    if config.executor == "multiproc":
+        from inferd.engine.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(config)
     from inferd.engine.executor.uniproc import UniProcExecutor
 
     return UniProcExecutor(config)

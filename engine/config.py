@@ -6,6 +6,7 @@ What is learnt while running (blocks that fit, the longest context) is a separat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,15 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 KernelChoice = Literal["auto", "native", "torch"]
+SchedulingPolicy = Literal["fair", "fcfs", "priority"]
+
+
+class CUDAGraphMode(StrEnum):
+    """Which steps are captured as CUDA graphs and replayed."""
+
+    NONE = "NONE"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"  # those with one token a row
+    FULL = "FULL"  # all of them, as far as the attention backend can be captured
 
 
 @dataclass(frozen=True)
@@ -23,21 +33,28 @@ class EngineArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: LoadFormat = "auto"
-    max_model_len: int | None = None  # None: what the model was trained for
+    max_model_len: int | Literal["auto"] | None = None  # None: what the model was trained for; "auto": what fits of it
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    scheduling_policy: SchedulingPolicy = "fair"  # between lanes and clients; among one client's requests by arrival
+    long_prefill_token_threshold: int = 0  # the most that a step computes of one request; 0: all that its budget allows
+    async_scheduling: bool | None = None  # schedule a step while the one before it runs; None: no
     block_size: int | None = None
     enable_prefix_caching: bool = True
     share_prefix_attention: bool = True
     num_blocks: int | None = None  # overrides what memory would allow
     kv_cache_bytes: int | None = None
+    enable_kv_events: bool = False  # tell in `EngineOutputs.kv_events` which blocks can be found, and which no longer
     memory_fraction: float = 0.9  # of the device's memory, for all of this engine
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks that each layer is divided over, one worker process each
+    step_timeout_s: float = 300.0  # workers that need longer for a step count as hung
     attention_backend: str = "auto"
     kernels: KernelChoice = "auto"
-    num_threads: int | None = None  # CPU threads of the engine
+    cudagraph_mode: str = "auto"  # or the name of a `CUDAGraphMode`
+    num_threads: int | None = None  # CPU threads of the engine, divided over its ranks
     seed: int = 0
-    executor: Literal["auto", "uniproc", "scripted"] = "auto"
+    grammar_backend: str = "auto"  # or one of `grammar.backends`
+    executor: Literal["auto", "uniproc", "multiproc", "scripted"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,22 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     checkpoint_dtype: Dtype
+    windowed_layers: tuple[int, ...] | None = None  # which layers have `sliding_window`; None: all, if there is one
+    windowed_rope: RopeConfig | None = None  # of layers with a window, where it is another than `rope`
+    attention_scale: float | None = None  # None: 1 / sqrt(head_size)
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+
+    def window_of(self, layer: int) -> int | None:
+        """A query of that layer at position p sees the keys at (p - window, p]; None: all before it."""
+        if self.windowed_layers is not None and layer not in self.windowed_layers:
+            return None
+        return self.sliding_window
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        has_own = self.windowed_rope is not None and self.window_of(layer) is not None
+        return self.windowed_rope if has_own and self.windowed_rope is not None else self.rope
 
 
 @dataclass(frozen=True)
@@ -88,6 +121,7 @@ class CacheConfig:
     kv_cache_bytes: int | None
     memory_fraction: float
     dtype: Dtype
+    enable_kv_events: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,11 +130,34 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     share_prefix_attention: bool  # look for requests with equal first blocks
+    policy: SchedulingPolicy = "fair"
+    long_prefill_token_threshold: int = 0  # 0: none
+    async_scheduling: bool = False
+    fit_max_model_len: bool = False  # the longest context is what memory allows, `max_model_len` at most
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be on their way at once: one that runs, and one that waits for it."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def max_uncomputed_tokens(self) -> int:
+        """The most tokens of one request that all steps on their way compute."""
+        largest = min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+        return self.max_concurrent_batches * largest
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor_parallel_size: int = 1
+    step_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class GrammarConfig:
+    backends: tuple[str, ...] = ()  # in the order in which they are asked; see `grammar.backends`
+    compile_timeout_s: float = 5.0
+    cache_bytes: int = 256 << 20  # of compiled grammars that no running request holds
 
 
 @dataclass(frozen=True)
@@ -114,7 +171,9 @@ class EngineConfig:
     load_format: Literal["safetensors", "gguf", "dummy"]
     attention_backend: str
     kernels: KernelChoice
-    num_threads: int
+    num_threads: int  # CPU threads of each worker
     seed: int
-    executor: Literal["uniproc", "scripted"]
+    executor: Literal["uniproc", "multiproc", "scripted"]
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    grammar: GrammarConfig = GrammarConfig()
     decisions: tuple[str, ...] = field(default=(), compare=False)  # one sentence per "auto" that was settled

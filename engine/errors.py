@@ -67,6 +67,12 @@ class LoadError(EngineError):
     code = "load_error"
 
 
+class WorkerError(EngineError):
+    """A worker process failed, ended, or does not answer; its engine ends with it."""
+
+    code = "worker_failed"
+
+
 class RequestFailed(EngineError):
     """One request failed inside the engine while the others go on."""
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from inferd.engine.config import Dtype, ModelConfig, RopeConfig
+from inferd.engine.config import Dtype, ModelConfig
 from inferd.engine.errors import LoadError
+from inferd.engine.model_attention import AttentionKind, read_ropes, read_windows
+from inferd.engine.model_fields import Fields
 
 MAX_JSON_BYTES = 64 << 20
 FORBIDDEN_KEYS = frozenset({"auto_map", "custom_code", "custom_pipelines", "trust_remote_code"})
@@ -24,19 +26,36 @@ DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
+class Gemma:
+    """Where that family has other fields and other defaults."""
+
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    head_size: int = 256
+    attention_scalar: int = 256  # scores are divided by its square root
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What an architecture fixes that its config.json leaves out."""
 
     qkv_bias: bool = False  # always on, whatever config.json says
     qk_norm: bool = False
-    window: Literal["never", "if given", "if switched on"] = "never"  # what `sliding_window` means
+    attention: AttentionKind = field(default_factory=AttentionKind)
+    gemma: Gemma | None = None
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "Gemma2ForCausalLM": Architecture(attention=AttentionKind("if given", full_every=2), gemma=Gemma(50.0, 30.0)),
+    "Gemma3ForCausalLM": Architecture(
+        qk_norm=True,
+        attention=AttentionKind("if given", full_every=6, theta=1e6, windowed_theta=1e4),
+        gemma=Gemma(),
+    ),
     "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(window="if given"),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window="if switched on"),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, window="if switched on"),
+    "MistralForCausalLM": Architecture(attention=AttentionKind("if given")),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, attention=AttentionKind("if switched on")),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, attention=AttentionKind("if switched on")),
 }
 
 
@@ -89,17 +108,20 @@ def _architecture(config: Mapping[str, Any], folder: Path) -> tuple[str, Archite
 
 
 def _build(folder: Path, config: Mapping[str, Any], name: str, architecture: Architecture) -> ModelConfig:
-    fields = _Fields(config, folder / "config.json")
+    fields = Fields(config, folder / "config.json")
     num_heads = fields.whole("num_attention_heads")
     num_kv_heads = fields.whole("num_key_value_heads", num_heads)
     hidden_size = fields.whole("hidden_size")
-    head_size = fields.whole("head_dim", hidden_size // num_heads)
+    num_layers, gemma = fields.whole("num_hidden_layers"), architecture.gemma
+    head_size = fields.whole("head_dim", gemma.head_size if gemma is not None else hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"{num_heads} query heads are not a multiple of {num_kv_heads}")
     if head_size % 2:
         raise fields.error("head_dim", f"{head_size} is odd, rotary embedding needs pairs")
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", f'"{config["hidden_act"]}" is not supported, only "silu"')
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "attention to later tokens is not supported")
+    window, windowed_layers = read_windows(fields, architecture.attention, num_layers)
+    rope, windowed_rope = read_ropes(fields, architecture.attention)
     bias = fields.flag("attention_bias", False)
     return ModelConfig(
         path=folder,
@@ -107,66 +129,48 @@ def _build(folder: Path, config: Mapping[str, Any], name: str, architecture: Arc
         vocab_size=fields.whole("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.whole("intermediate_size"),
-        num_layers=fields.whole("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields),
+        rope=rope,
         max_position=fields.whole("max_position_embeddings", 2048),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_embeddings=fields.flag("tie_word_embeddings", gemma is not None),
         attention_bias=bias or architecture.qkv_bias,
         output_bias=bias and not architecture.qkv_bias,
         mlp_bias=fields.flag("mlp_bias", False),
         qk_norm=architecture.qk_norm,
-        sliding_window=_window(fields, architecture),
+        sliding_window=window,
         eos_token_ids=_eos_token_ids(folder, fields),
         bos_token_id=fields.optional_whole("bos_token_id"),
         checkpoint_dtype=_dtype(fields),
+        windowed_layers=windowed_layers,
+        windowed_rope=windowed_rope,
+        attention_scale=None
+        if gemma is None
+        else fields.number("query_pre_attn_scalar", gemma.attention_scalar) ** -0.5,
+        attention_softcap=None
+        if gemma is None
+        else _softcap(fields, "attn_logit_softcapping", gemma.attention_softcap),
+        logit_softcap=None if gemma is None else _softcap(fields, "final_logit_softcapping", gemma.logit_softcap),
+        activation=_activation(fields, gemma),
     )
 
 
-def _rope(fields: _Fields) -> RopeConfig:
-    """Either the older `rope_theta` + `rope_scaling`, or both inside `rope_parameters`."""
-    values = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    if not isinstance(values, dict):
-        raise fields.error("rope_parameters", "must be an object")
-    rope = _Fields(values, fields.path)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    kind = values.get("rope_type", values.get("type", "default")) or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise fields.error(
-            "rope_parameters", f'rope type "{kind}" is not supported; supported: default, linear, llama3'
-        )
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = rope.number("factor")
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=factor)
-    return RopeConfig(
-        theta=theta,
-        scaling="llama3",
-        factor=factor,
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position=rope.whole("original_max_position_embeddings"),
-    )
+def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    """`null` means none, unlike a field that is not there."""
+    return None if fields.values.get(name, default) is None else fields.number(name, default)
 
 
-def _window(fields: _Fields, architecture: Architecture) -> int | None:
-    """The window of every layer. Raises `LoadError` where some layers have one and others not."""
-    if architecture.window == "never" or fields.values.get("sliding_window") is None:
-        return None
-    if architecture.window == "if switched on" and not fields.flag("use_sliding_window", False):
-        return None
-    layer_types = fields.values.get("layer_types")
-    full_layers = fields.optional_whole("max_window_layers") if architecture.window == "if switched on" else None
-    if (isinstance(layer_types, list) and len(set(layer_types)) > 1) or full_layers:
-        raise fields.error("sliding_window", "layers with and without a window in one model are not supported")
-    return fields.whole("sliding_window")
+def _activation(fields: Fields, gemma: Gemma | None) -> Literal["silu", "gelu_tanh"]:
+    name, only = ("hidden_act", "silu") if gemma is None else ("hidden_activation", "gelu_pytorch_tanh")
+    if (given := fields.values.get(name) or only) != only:
+        raise fields.error(name, f'"{given}" is not supported, only "{only}"')
+    return "silu" if gemma is None else "gelu_tanh"
 
 
-def _eos_token_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
     """The generation config's list wins over config.json's: chat models end turns with more than one token.
 
     The tokenizer's own end of sequence comes last. Ids beyond the vocabulary are left out: no such token is sampled.
@@ -205,59 +209,9 @@ def _tokenizer_eos_ids(folder: Path) -> list[int]:
     return [known.id for known in added if known.content == text]
 
 
-def _dtype(fields: _Fields) -> Dtype:
+def _dtype(fields: Fields) -> Dtype:
     name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "bfloat16"
     for dtype in DTYPES:
         if name == dtype:
             return dtype
     raise fields.error("dtype", f'"{name}" is not supported; supported: {", ".join(DTYPES)}')
-
-
-class _Fields:
-    """Typed reads of one JSON object; errors name file and field."""
-
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        self.values = values
-        self.path = path
-
-    def error(self, name: str, problem: str) -> LoadError:
-        return LoadError(f'{self.path}, field "{name}": {problem}')
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(name, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise self.error(name, f"must be a positive whole number, got {value!r}")
-        return value
-
-    def optional_whole(self, name: str) -> int | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise self.error(name, f"must be a whole number, got {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(name, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise self.error(name, f"must be a positive number, got {value!r}")
-        return float(value)
-
-    def text(self, name: str, default: str) -> str:
-        value = self.values.get(name, default)
-        if not isinstance(value, str):
-            raise self.error(name, f"must be a string, got {value!r}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.error(name, f"must be true or false, got {value!r}")
-        return value

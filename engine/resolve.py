@@ -6,19 +6,23 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from inferd.engine.config import (
     CacheConfig,
+    CUDAGraphMode,
     Device,
     Dtype,
     EngineArgs,
     EngineConfig,
+    GrammarConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SchedulingPolicy,
 )
 from inferd.engine.errors import ConfigError, NotSupported
+from inferd.engine.grammar.backends import choose_backends
 from inferd.engine.model_config import read_model_config
 
 
@@ -29,6 +33,7 @@ class Hardware:
     num_cpus: int
     has_cuda: bool
     fast_bfloat16: bool  # the processor multiplies bfloat16 natively
+    num_cards: int = 1  # where has_cuda
 
 
 @dataclass(frozen=True)
@@ -60,15 +65,17 @@ def resolve(args: EngineArgs, hardware: Hardware | None = None) -> EngineConfig:
         model=model,
         cache=_cache(args, device, dtype),
         scheduler=_scheduler(args, device, max_model_len, decisions),
-        parallel=ParallelConfig(args.tensor_parallel_size),
+        parallel=_parallel(args, model, device, hardware),
         device=device,
         dtype=dtype,
         load_format=load_format,
         attention_backend=args.attention_backend,
         kernels=args.kernels,
-        num_threads=args.num_threads or hardware.num_cpus,
+        num_threads=_num_threads(args, hardware, decisions),
         seed=args.seed,
-        executor="uniproc" if args.executor == "auto" else args.executor,
+        executor=_executor(args, decisions),
+        cudagraph_mode=_cudagraph_mode(args, device, decisions),
+        grammar=GrammarConfig(choose_backends(args.grammar_backend)),
         decisions=tuple(decisions),
     )
 
@@ -76,7 +83,8 @@ def resolve(args: EngineArgs, hardware: Hardware | None = None) -> EngineConfig:
 def detect_hardware(device: str) -> Hardware:
     """Torch is asked about CUDA only when the answer can matter, since importing it takes a second."""
     has_cuda = device != "cpu" and _cuda_is_available()
-    return Hardware(len(os.sched_getaffinity(0)), has_cuda, _cpu_has("avx512_bf16"))
+    num_cards = _count_cards() if has_cuda else 0
+    return Hardware(len(os.sched_getaffinity(0)), has_cuda, _cpu_has("avx512_bf16"), num_cards)
 
 
 def _cuda_is_available() -> bool:
@@ -85,6 +93,12 @@ def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _count_cards() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _cpu_has(flag: str) -> bool:
@@ -96,14 +110,24 @@ def _cpu_has(flag: str) -> bool:
 
 
 def _check_ranges(args: EngineArgs) -> None:
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_threads"):
+    whole = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_threads")
+    for name in (*whole, "tensor_parallel_size"):
         value = getattr(args, name)
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    if args.long_prefill_token_threshold < 0:
+        raise ConfigError(
+            f"long_prefill_token_threshold must be 0 (none) or more, got {args.long_prefill_token_threshold}"
+        )
+    policies = get_args(SchedulingPolicy)
+    if args.scheduling_policy not in policies:
+        raise ConfigError(
+            f"scheduling_policy={args.scheduling_policy} is not known; choose one of {', '.join(policies)}"
+        )
     if not 0.0 < args.memory_fraction <= 1.0:
         raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {args.memory_fraction}")
-    if args.tensor_parallel_size != 1:
-        raise NotSupported(f"tensor_parallel_size={args.tensor_parallel_size} is not supported yet, only 1")
+    if not args.step_timeout_s > 0.0:
+        raise ConfigError(f"step_timeout_s must be above 0, got {args.step_timeout_s}")
     if args.attention_backend not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
         raise ConfigError(f"attention_backend={args.attention_backend} is not known; choose one of {known}")
@@ -135,6 +159,9 @@ def _dtype(args: EngineArgs, model: ModelConfig, device: Device, hardware: Hardw
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig, decisions: list[str]) -> int:
+    """With "auto" a bound: the KV cache's plan has the last word."""
+    if args.max_model_len == "auto":
+        return model.max_position
     if args.max_model_len is None:
         decisions.append(f"max_model_len={model.max_position}: what the model was trained for")
         return model.max_position
@@ -151,6 +178,21 @@ def _load_format(args: EngineArgs, model: ModelConfig) -> Literal["safetensors",
     return "gguf" if any(model.path.glob("*.gguf")) else "safetensors"
 
 
+def _cudagraph_mode(args: EngineArgs, device: Device, decisions: list[str]) -> CUDAGraphMode:
+    wanted = args.cudagraph_mode
+    if wanted == "auto":
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if device == "cuda" else CUDAGraphMode.NONE
+        decisions.append(f"cudagraph_mode={mode}: default on {device}")
+        return mode
+    if wanted in ("PIECEWISE", "FULL_AND_PIECEWISE"):
+        raise NotSupported(f"cudagraph_mode={wanted} is not supported; choose FULL_DECODE_ONLY, FULL or NONE")
+    if wanted not in CUDAGraphMode.__members__:
+        raise ConfigError(f"cudagraph_mode={wanted} is not known; choose one of auto, {', '.join(CUDAGraphMode)}")
+    if wanted != CUDAGraphMode.NONE and device != "cuda":
+        raise ConfigError(f"cudagraph_mode={wanted} needs a CUDA device, this engine runs on {device}; choose NONE")
+    return CUDAGraphMode(wanted)
+
+
 def _cache(args: EngineArgs, device: Device, dtype: Dtype) -> CacheConfig:
     block_size = args.block_size or DEFAULTS[device].block_size
     hash_block_size = min(block_size, HASH_BLOCK_TOKENS)
@@ -164,6 +206,7 @@ def _cache(args: EngineArgs, device: Device, dtype: Dtype) -> CacheConfig:
         kv_cache_bytes=args.kv_cache_bytes,
         memory_fraction=args.memory_fraction,
         dtype=dtype,
+        enable_kv_events=args.enable_kv_events,
     )
 
 
@@ -178,4 +221,58 @@ def _scheduler(args: EngineArgs, device: Device, max_model_len: int, decisions: 
 
     max_num_seqs = settle("max_num_seqs", args.max_num_seqs, lambda: defaults.max_num_seqs)
     budget = settle("max_num_batched_tokens", args.max_num_batched_tokens, lambda: defaults.max_num_batched_tokens)
-    return SchedulerConfig(max_num_seqs, budget, max_model_len, args.share_prefix_attention)
+    return SchedulerConfig(
+        max_num_seqs,
+        budget,
+        max_model_len,
+        args.share_prefix_attention,
+        policy=args.scheduling_policy,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        async_scheduling=_async_scheduling(args, device, decisions),
+        fit_max_model_len=args.max_model_len == "auto",
+    )
+
+
+def _async_scheduling(args: EngineArgs, device: Device, decisions: list[str]) -> bool:
+    if args.async_scheduling is not None:
+        return args.async_scheduling
+    decisions.append(f"async_scheduling=False: default on {device}")
+    return False
+
+
+def _parallel(args: EngineArgs, model: ModelConfig, device: Device, hardware: Hardware) -> ParallelConfig:
+    """Ranks have equal parts of every layer, so what they divide must be divisible."""
+    size = args.tensor_parallel_size
+    option = f"tensor_parallel_size={size}"
+    if device == "cuda" and size > hardware.num_cards:
+        raise ConfigError(f"{option} needs a card for each rank, this machine has {hardware.num_cards}; lower it")
+    for name in ("num_heads", "intermediate_size"):
+        total = getattr(model, name)
+        if total % size:
+            raise ConfigError(f"{option} does not divide this model's {name}={total}; choose a divisor")
+    if model.num_kv_heads % size and size % model.num_kv_heads:
+        raise ConfigError(
+            f"{option} does not fit this model's num_kv_heads={model.num_kv_heads}: one must be a multiple of the other"
+        )
+    return ParallelConfig(size, args.step_timeout_s)
+
+
+def _executor(args: EngineArgs, decisions: list[str]) -> Literal["uniproc", "multiproc", "scripted"]:
+    size = args.tensor_parallel_size
+    if args.executor == "auto":
+        executor: Literal["uniproc", "multiproc"] = "uniproc" if size == 1 else "multiproc"
+        decisions.append(f"executor={executor}: tensor_parallel_size={size}")
+        return executor
+    if args.executor != "multiproc" and size > 1:
+        raise ConfigError(f"executor={args.executor} runs one rank, not {size}; use multiproc or auto")
+    return args.executor
+
+
+def _num_threads(args: EngineArgs, hardware: Hardware, decisions: list[str]) -> int:
+    """Of each worker: the ranks of one machine share its processors."""
+    total = args.num_threads or hardware.num_cpus
+    if args.tensor_parallel_size == 1:
+        return total
+    share = max(1, total // args.tensor_parallel_size)
+    decisions.append(f"num_threads={share} a worker: {total} over {args.tensor_parallel_size} ranks")
+    return share

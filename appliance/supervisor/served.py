@@ -20,7 +20,8 @@ from inferd.engine.messages import FinishReason
 from inferd.engine.model_config import read_json
 from inferd.engine.params import SamplingParams
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+REASONING_TOKENS = ("<think>", "</think>")
 LONG_PROMPT = 4096  # characters or ids; longer ones are looked at on a thread, because milliseconds count for streams
 
 
@@ -58,6 +59,12 @@ class ServedModel:
     def max_model_len(self) -> int:
         return self.llm.ready.max_model_len
 
+    @property
+    def reasoning_token_ids(self) -> tuple[int, int] | None:
+        """Around a block of reasoning, for models that have tokens for it."""
+        start, end = (self.llm.tokenizer.backend.token_to_id(token) for token in REASONING_TOKENS)
+        return None if start is None or end is None else (start, end)
+
     async def wait_dead(self) -> EngineDeadError:
         return await self.llm.wait_dead()
 
@@ -88,13 +95,16 @@ class ServedModel:
         try:
             async with aclosing(self.llm.generate(request)) as outputs:
                 async for output in outputs:
-                    if output.outputs[0].finish_reason is FinishReason.ABORT:
+                    if any(choice.finish_reason is FinishReason.ABORT for choice in output.outputs):
                         raise EngineDeadError("the engine gave this request up")
                     yield output
         except EngineDeadError:
             if self._stopping:
                 raise ModelUnavailable("this server is shutting down", 5.0, "draining") from None
             raise
+
+    def token_text(self, token_id: int) -> str:
+        return self.llm.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def prompt_text(self, request: PreparedRequest) -> str:
         if request.prompt is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import ModelRunnerOutput, SchedulerOutput
+
+OnFailure = Callable[[Exception], None]
 
 
 class Executor(Protocol):
@@ -26,7 +29,7 @@ class Executor(Protocol):
         ...
 
     def available_kv_bytes(self) -> int:
-        """Memory left for KV after the weights and the largest forward pass."""
+        """Memory left for KV after the weights and the largest forward pass, on the rank that has least."""
         ...
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None: ...
@@ -38,5 +41,10 @@ class Executor(Protocol):
     def execute_model(self, output: SchedulerOutput) -> Future[None]: ...
 
     def sample_tokens(self, bitmask: Any | None = None) -> Future[ModelRunnerOutput]: ...
+
+    def on_failure(self, callback: OnFailure) -> None:
+        """`callback` is told once, from any thread, when what computes is lost while nobody waits for a future; at once
+        if it was lost before."""
+        ...
 
     def shutdown(self) -> None: ...

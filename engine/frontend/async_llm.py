@@ -15,7 +15,8 @@ from inferd.engine.core.client import START_TIMEOUT_S, AsyncMPClient
 from inferd.engine.core.launch import OnLine
 from inferd.engine.errors import EngineDeadError
 from inferd.engine.frontend.inputs import InputProcessor, PreparedRequest, Prompt, RequestFields
-from inferd.engine.frontend.outputs import OutputProcessor, RequestOutput, RequestOutputCollector
+from inferd.engine.frontend.outputs import RequestOutput, RequestOutputCollector
+from inferd.engine.frontend.processor import OutputProcessor
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import EngineReady, SchedulerStats
 from inferd.engine.params import SamplingParams
@@ -102,9 +103,10 @@ class AsyncLLM:
         """
         request = prompt if isinstance(prompt, PreparedRequest) else await self._prepare(prompt, params, fields)
         collector = RequestOutputCollector(request.add.params.output_kind)
-        self._outputs.add(request, collector)
+        adds = self._outputs.add(request, collector)
         try:
-            await self._client.add(request.add)
+            for add in adds:
+                await self._client.add(add)
             finished = False
             while not finished:
                 output = await collector.get()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.params import SamplingParams
 
 REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, hence four byte-fallback tokens
 
 
@@ -39,7 +41,7 @@ class ByteLevelDecoder:
         if token_id in self._skipped:
             return ""
         token = self._backend.id_to_token(token_id)
-        return "" if token is None else self._utf8.decode(_token_bytes(token))
+        return "" if token is None else self._utf8.decode(byte_level_bytes(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -49,7 +51,8 @@ class WindowDecoder:
     """For any other tokenizer: decodes the tokens since the last whole character, behind an anchor token.
 
     The anchor is an ordinary word, so that the decoder does not strip a leading space from a text's middle. Tokens are
-    held while their text ends in U+FFFD, but never more of them than a character can have.
+    held while their text ends in U+FFFD, but never more of them than a character can have. Byte tokens are decoded
+    here: the library gives up a whole run of them for one invalid byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -58,10 +61,14 @@ class WindowDecoder:
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_length = len(self._decode([]))
         self._pending: list[int] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
+        byte = fallback_byte(self._tokenizer.backend.id_to_token(token_id) or "")
+        if byte is not None:
+            return self._release() + self._utf8.decode(byte)
+        emitted = self._utf8.decode(b"", final=True)
         self._pending.append(token_id)
-        emitted = ""
         while self._pending:
             text = self._decode(self._pending)[self._anchor_length :]
             if not text.endswith(REPLACEMENT):
@@ -73,6 +80,11 @@ class WindowDecoder:
         return emitted
 
     def flush(self) -> str:
+        return self._release() + self._utf8.decode(b"", final=True)
+
+    def _release(self) -> str:
+        if not self._pending:
+            return ""
         text = self._decode(self._pending)[self._anchor_length :]
         self._pending.clear()
         return text
@@ -173,7 +185,14 @@ class IncrementalDetokenizer:
         return text + self._filter.flush()
 
 
-def _token_bytes(token: str) -> bytes:
+def fallback_byte(token: str) -> bytes | None:
+    """What a token of the form <0xC3> stands for: SentencePiece vocabularies write bytes so that have no token."""
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(match[1]) if match is not None else None
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """What a token of a byte-level vocabulary stands for."""
     try:
         return bytes([BYTE_VALUES[symbol] for symbol in token])
     except KeyError:  # an added token is its own text

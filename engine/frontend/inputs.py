@@ -12,7 +12,7 @@ import msgspec
 from inferd.engine.errors import ContextLengthExceeded, InvalidRequest, check_unicode
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import AddRequest, MultimodalFeature
-from inferd.engine.params import SamplingParams
+from inferd.engine.params import SamplingParams, token_ids_in
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,25 @@ class PreparedRequest:
     prompt: str | None
     warnings: list[str]  # what was changed so that the request can be served
 
+    def split_choices(self) -> list[AddRequest]:
+        """What the engine gets: a request for each of the n answers, with a seed of its own where one is given.
+
+        The prompt's log probabilities are computed for the first of them alone.
+        """
+        params = self.add.params
+        if params.n == 1:
+            return [self.add]
+        adds = []
+        for index in range(params.n):
+            own = msgspec.structs.replace(
+                params,
+                n=1,
+                seed=None if params.seed is None else _seed_after(params.seed, index),
+                prompt_logprobs=None if index else params.prompt_logprobs,
+            )
+            adds.append(msgspec.structs.replace(self.add, request_id=f"{self.add.request_id}-{index}", params=own))
+        return adds
+
 
 class InputProcessor:
     """Checks prompts against one loaded model. Without a tokenizer only token ids are accepted."""
@@ -60,7 +79,8 @@ class InputProcessor:
         request_id = fields.get("request_id") or f"gen-{secrets.token_hex(8)}"
         text, token_ids = self._tokens(prompt)
         self._check_token_ids("prompt", token_ids)
-        self._check_stops(params)
+        params = self._with_bad_words(params)
+        self._check_params(params)
         room = self._max_model_len - len(token_ids)
         if room < 1:
             raise ContextLengthExceeded(len(token_ids), self._max_model_len)
@@ -105,10 +125,31 @@ class InputProcessor:
                 f"token id {bad} is outside the model's vocabulary, 0 to {self._vocab_size - 1}", param=name
             )
 
-    def _check_stops(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        for name, token_ids in token_ids_in(params):
+            self._check_token_ids(name, token_ids)
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Each bad word in tokens, as it stands at a text's beginning and behind a space."""
+        if not params.bad_words:
+            return params
+        if self._tokenizer is None:
+            raise InvalidRequest("bad words need a tokenizer; use bad_words_token_ids", param="bad_words")
+        found = [*params.bad_words_token_ids]
+        for word in params.bad_words:
+            for text in dict.fromkeys((word.lstrip(), " " + word.lstrip())):
+                token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if token_ids and token_ids not in found:
+                    found.append(token_ids)
+        return msgspec.structs.replace(params, bad_words_token_ids=found)
+
+
+def _seed_after(seed: int, index: int) -> int:
+    """`seed + index` within 64 bits; not -1, which would be no seed."""
+    following = (seed + index + 2**63) % 2**64 - 2**63
+    return following if following != -1 else -(2**63)
 
 
 def fit_max_tokens(params: SamplingParams, room: int) -> tuple[SamplingParams, list[str]]:

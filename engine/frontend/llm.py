@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from inferd.engine.config import EngineArgs
-from inferd.engine.errors import EngineDeadError, InvalidRequest, RequestFailed
+from inferd.engine.errors import EngineDeadError, InvalidRequest
 from inferd.engine.frontend.inputs import Prompt, TokensPrompt
 from inferd.engine.frontend.llm_engine import LLMEngine
 from inferd.engine.frontend.outputs import RequestOutput
@@ -87,7 +87,7 @@ class LLM:
             while self._engine.num_unfinished:
                 for output in self._engine.step():
                     if output.error is not None:
-                        raise RequestFailed(f"prompt {output.request_id}: {output.error}")
+                        raise output.failure(f"prompt {output.request_id}: ")
                     outputs[int(output.request_id)] = output
                     advance(output)
         return [outputs[index] for index in range(num_prompts)]

@@ -9,7 +9,8 @@ from typing import Unpack
 from inferd.engine.config import EngineArgs
 from inferd.engine.core.client import EngineCoreClient, InprocClient, MPClient
 from inferd.engine.frontend.inputs import InputProcessor, PreparedRequest, Prompt, RequestFields
-from inferd.engine.frontend.outputs import OutputProcessor, RequestOutput
+from inferd.engine.frontend.outputs import RequestOutput
+from inferd.engine.frontend.processor import OutputProcessor
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.params import SamplingParams
 
@@ -39,8 +40,8 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]) -> PreparedRequest:
         """Raises `InvalidRequest` before the engine hears of it."""
         request = self._inputs.process(prompt, params, **fields)
-        self._outputs.add(request)
-        self._client.add(request.add)
+        for add in self._outputs.add(request):
+            self._client.add(add)
         return request
 
     def abort_request(self, request_id: str) -> list[RequestOutput]:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inferd.engine.importer.gemma import SERVED_KEYS, gemma_json
+from inferd.engine.importer.metadata import Fields, shortest_float32
 from inferd.engine.importer.vocabulary import Vocabulary
-from inferd.engine.loader.gguf_header import GGUFHeader, Value
+from inferd.engine.loader.gguf_header import GGUFHeader
 from inferd.engine.loader.gguf_names import ROPE_FACTORS, GGUFArchitecture
 
-# Keys that change what the model computes in ways that the supported architectures here do not have, with the value
-# that changes nothing.
-_NEUTRAL: Mapping[str, Value | None] = {
-    "expert_count": 0,
-    "use_parallel_residual": False,
-    "attention.causal": True,
-    "attention.clamp_kqv": 0.0,
-    "attention.max_alibi_bias": 0.0,
-    "attention.scale": None,
-    "logit_scale": 1.0,
-    "residual_scale": 1.0,
-    "embedding_scale": 1.0,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "rope.scale_linear": 1.0,
-}
 # GGUF keeps only the factors that Llama 3's rope scaling yields; these are its other terms in all released models.
 _LLAMA3_TERMS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MAX_ROPE_FACTORS = 1024
@@ -37,13 +22,14 @@ def config_json(
     header: GGUFHeader, architecture: GGUFArchitecture, vocabulary: Vocabulary, source: Path
 ) -> dict[str, Any]:
     """Raises LoadError naming the key that is missing, wrong or not supported."""
-    fields = _Fields(header, architecture.name)
-    fields.refuse_unsupported()
+    fields = Fields(header, architecture.name)
+    is_gemma = architecture.name.startswith("gemma")
+    fields.refuse_unsupported(SERVED_KEYS if is_gemma else ())
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     head_size = _head_size(fields, hidden_size, num_heads)
-    window = _sliding_window(fields)
-    return {
+    window = None if is_gemma else _sliding_window(fields)
+    config = {
         "architectures": [architecture.hf_names[-1 if window else 0]],
         "model_type": "mistral" if window else architecture.name,
         "vocab_size": _vocab_size(header, vocabulary),
@@ -53,7 +39,6 @@ def config_json(
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_size,
-        "hidden_act": "silu",
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": fields.integer("context_length"),
         "rope_theta": fields.number("rope.freq_base", 10000.0),
@@ -67,6 +52,7 @@ def config_json(
         "pad_token_id": vocabulary.pad_id,
         "torch_dtype": "bfloat16",
     }
+    return config | (gemma_json(fields, architecture) if is_gemma else {"hidden_act": "silu"})
 
 
 def generation_config_json(vocabulary: Vocabulary) -> dict[str, Any]:
@@ -78,48 +64,7 @@ def generation_config_json(vocabulary: Vocabulary) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-class _Fields:
-    """Reads of keys below the architecture's prefix."""
-
-    def __init__(self, header: GGUFHeader, prefix: str) -> None:
-        self.header = header
-        self._prefix = prefix
-
-    def key(self, name: str) -> str:
-        return f"{self._prefix}.{name}"
-
-    def has(self, name: str) -> bool:
-        return self.key(name) in self.header.metadata
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.header.integer(self.key(name), default)
-        if not 0 < value < 2**31:
-            raise self.header.error(f"metadata {self.key(name)}", f"must be positive and below 2^31, not {value}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.header.number(self.key(name), default)
-        if not (math.isfinite(value) and value > 0):
-            raise self.header.error(f"metadata {self.key(name)}", f"must be positive, not {value}")
-        return _shortest_float32(value)
-
-    def refuse_unsupported(self) -> None:
-        for name, neutral in _NEUTRAL.items():
-            value = self.header.metadata.get(self.key(name), neutral)
-            if value != neutral:
-                raise self.header.error(f"metadata {self.key(name)}", f"{str(value)[:40]} is not supported")
-
-
-def _shortest_float32(value: float) -> float:
-    """The shortest decimal that means the same float32: 1e-05 instead of 9.999999747378752e-06."""
-    if abs(value) > 3e38:
-        return value
-    wanted = struct.pack("<f", value)
-    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
-    return next((float(text) for text in texts if struct.pack("<f", float(text)) == wanted), value)
-
-
-def _head_size(fields: _Fields, hidden_size: int, num_heads: int) -> int:
+def _head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
     head_size = fields.integer("attention.key_length", hidden_size // num_heads or 1)
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(name, head_size) != head_size:
@@ -129,7 +74,7 @@ def _head_size(fields: _Fields, hidden_size: int, num_heads: int) -> int:
     return head_size
 
 
-def _sliding_window(fields: _Fields) -> int | None:
+def _sliding_window(fields: Fields) -> int | None:
     name = "attention.sliding_window"
     if not fields.has(name) or fields.header.integer(fields.key(name)) == 0:
         return None
@@ -148,7 +93,7 @@ def _vocab_size(header: GGUFHeader, vocabulary: Vocabulary) -> int:
     return num_rows
 
 
-def _rope_scaling(fields: _Fields, source: Path, head_size: int) -> dict[str, Any] | None:
+def _rope_scaling(fields: Fields, source: Path, head_size: int) -> dict[str, Any] | None:
     kind = fields.header.text(fields.key("rope.scaling.type"), "none")
     has_factors = fields.header.tensor(ROPE_FACTORS) is not None
     if kind == "none":
@@ -161,10 +106,10 @@ def _rope_scaling(fields: _Fields, source: Path, head_size: int) -> dict[str, An
     return {"rope_type": "linear", "factor": fields.number("rope.scaling.factor")}
 
 
-def _llama3_scaling(fields: _Fields, source: Path, head_size: int) -> dict[str, Any]:
+def _llama3_scaling(fields: Fields, source: Path, head_size: int) -> dict[str, Any]:
     """Finds the terms whose factors are those of the file."""
     factors = _read_rope_factors(fields.header, source)
-    factor = _shortest_float32(max(factors, default=0.0))
+    factor = shortest_float32(max(factors, default=0.0))
     expected = _llama3_factors(fields.number("rope.freq_base", 10000.0), factor, head_size) if factor > 0 else []
     same = len(factors) == len(expected) and all(
         math.isclose(ours, theirs, rel_tol=1e-4) for ours, theirs in zip(expected, factors, strict=True)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 
 from inferd.engine.attention.context import current
-from inferd.engine.core.kv.spec import KVSpec
+from inferd.engine.core.kv.spec import KVSpec, SlidingWindowSpec
+from inferd.engine.layers.rotary import RopeTable
 from inferd.engine.layers.target import BuildTarget
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys."""
+
+    scale: float
+    window: int | None = None  # a query at position p sees the keys at (p - window, p]
+    softcap: float | None = None  # a scaled score s counts as softcap * tanh(s / softcap)
 
 
 class Attention:
@@ -17,24 +30,27 @@ class Attention:
     """
 
     def __init__(
-        self, name: str, num_kv_heads: int, head_size: int, cos_sin: Tensor, window: int | None, target: BuildTarget
+        self, name: str, num_kv_heads: int, head_size: int, rope: RopeTable, scores: Scores, target: BuildTarget
     ) -> None:
-        """`cos_sin`: see `rope_table`. `window`: a query at position p sees the keys at (p - window, p]."""
         self.name = name
         self._num_kv_heads = num_kv_heads
         self._head_size = head_size
-        self._cos_sin = cos_sin
-        self._window = window
+        self._rope = rope
+        self._window = scores.window
         self._dtype = target.dtype
-        self._scale = head_size**-0.5
+        self._scores: tuple[Any, ...] = (scores.scale, scores.window, scores.softcap)
+        if scores.softcap is None:
+            self._scores = self._scores[:2]
         self._rope_store = target.ops.rope_store
 
     def kv_spec(self, block_size: int) -> KVSpec:
-        return KVSpec(block_size, self._num_kv_heads, self._head_size, self._dtype)
+        """What this layer keeps, on this rank."""
+        fields = (block_size, self._num_kv_heads, self._head_size, self._dtype)
+        return KVSpec(*fields) if self._window is None else SlidingWindowSpec(*fields, self._window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """q[t, hq, d], k[t, hk, d], v[t, hk, d], positions[t] i64 -> [t, hq, d]. Changes q and k in place."""
         context = current()
         kv_cache, slots, metadata = context.layer(self.name)
-        self._rope_store(q, k, v, positions, self._cos_sin, kv_cache, slots)
-        return context.backend.attend(q, kv_cache, metadata, self._scale, self._window)
+        self._rope_store(q, k, v, positions, self._rope.cos_sin, kv_cache, slots)
+        return context.backend.attend(q, kv_cache, metadata, *self._scores)

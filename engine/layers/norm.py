@@ -26,3 +26,11 @@ class RMSNorm(WeightLayer):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), [n, size] each."""
         return self._add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class UnitOffsetRMSNorm(RMSNorm):
+    """Scales by 1 + weight, as Gemma does: the sum is kept in float32, where small weights count."""
+
+    def prepare(self) -> None:
+        self._weight = 1.0 + self.get_parameter("weight").data.float()
+        del self.weight

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding (Su et al., 2021), as one table that all layers share."""
+"""The angles of rotary position embedding (Su et al., 2021), as one table that layers of one kind share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 from inferd.engine.config import RopeConfig
+
+
+class RopeTable:
+    """`cos_sin[num_positions, head_size]`, as `rope_table` gives it, for as many positions as were reserved.
+
+    How long contexts get is known only when the KV cache is planned, long after the layers are built.
+    """
+
+    def __init__(self, rope: RopeConfig, head_size: int, num_positions: int, device: torch.device) -> None:
+        self._rope = rope
+        self._head_size = head_size
+        self._device = device
+        self.cos_sin = rope_table(rope, head_size, num_positions, device)
+
+    def reserve(self, num_positions: int) -> None:
+        """A table that has to grow is made anew, elsewhere in memory: call this before anything is captured."""
+        if num_positions > len(self.cos_sin):
+            self.cos_sin = rope_table(self._rope, self._head_size, num_positions, self._device)
 
 
 def rope_table(rope: RopeConfig, head_size: int, num_positions: int, device: torch.device) -> Tensor:

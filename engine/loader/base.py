@@ -24,18 +24,27 @@ Progress = Callable[[int, int], None]  # bytes of parameters that are filled, by
 CheckpointTensors = Iterator[tuple[str, Tensor, Path]]  # name, tensor, file
 
 MAX_NAMES_SHOWN = 5
+FIRST_POSITIONS = 4096  # that a model is ready for; how many more it gets depends on the memory that is left
 
 
-def load_model(config: EngineConfig, ops: Ops, device: torch.device, *, progress: Progress | None = None) -> CausalLM:
+def load_model(
+    config: EngineConfig,
+    ops: Ops,
+    device: torch.device,
+    *,
+    tp: TensorParallel | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
     """Build, fill and prepare the model. Raises LoadError naming the file and the tensor that do not fit.
 
-    Parameters exist once, in their final dtype and place: checkpoint tensors are views of the mapped file and are
-    converted while they are copied.
+    `tp`: this rank's place among those that the layers are divided over; alone where not given. Parameters exist once,
+    in their final dtype and place: checkpoint tensors are views of the mapped file and are converted while they are
+    copied.
     """
     model_config = config.model
     layers = range(model_config.num_layers)
-    tp = TensorParallel(0, config.parallel.tensor_parallel_size)
-    context = BuildContext(ops, config.dtype, device, tp, layers, config.scheduler.max_model_len)
+    num_positions = min(config.scheduler.max_model_len, FIRST_POSITIONS)
+    context = BuildContext(ops, config.dtype, device, tp or TensorParallel(), layers, num_positions)
     model = model_class(model_config.architecture)(model_config, context)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)

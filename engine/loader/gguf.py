@@ -1,7 +1,8 @@
 """Weights of a GGUF file under Hugging Face's names, dequantised one tensor at a time.
 
-Llama files store the rows of q and k so that the two halves of a rotary pair are neighbours. That order is undone here
-(it is made by llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`), so a model sees its original checkpoint.
+Llama files store the rows of q and k so that the two halves of a rotary pair are neighbours, and Gemma files store
+1 + w for a norm weight w. Both are undone here (llama.cpp's `convert_hf_to_gguf.py` does them, in `LlamaModel.permute`
+and `Gemma2Model.modify_tensors`), so a model sees its original checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def iterate_gguf(path: Path, config: ModelConfig, dtype: torch.dtype) -> Iterato
             name = checkpoint_name(architecture, info.name, config.num_layers)
             if name is None:
                 continue
-            tensor = _dequantised(header, info, raw, dtype, pool)
+            offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0
+            tensor = _dequantised(header, info, raw, dtype, pool, offset)
             projection = name.rsplit(".", 2)[1]
             if architecture.permuted_qk and projection in heads:
                 tensor = _unpermuted(header, info, tensor, heads[projection])
@@ -70,8 +72,14 @@ def _pair(ours: int, theirs: int) -> tuple[bool, int, int]:
 
 
 def _dequantised(
-    header: GGUFHeader, info: TensorInfo, raw: NDArray[np.uint8], dtype: torch.dtype, pool: ThreadPoolExecutor
+    header: GGUFHeader,
+    info: TensorInfo,
+    raw: NDArray[np.uint8],
+    dtype: torch.dtype,
+    pool: ThreadPoolExecutor,
+    offset: float,
 ) -> torch.Tensor:
+    """Less `offset`, which is taken off before the values are rounded to `dtype`."""
     kind = gguf.GGMLQuantizationType[info.type.name]
     stored = raw[info.offset_bytes : info.offset_bytes + info.num_bytes]
     out = torch.empty(prod(info.shape), dtype=dtype)
@@ -85,6 +93,8 @@ def _dequantised(
             values = gguf.dequantize(stored[first * info.type.block_bytes : last * info.type.block_bytes], kind)
         # F32 comes back as a view of the read-only file, which torch would warn about.
         values = values if values.flags.writeable else values.copy()
+        if offset:
+            values -= np.float32(offset)
         out[first * info.type.block_size : last * info.type.block_size] = torch.from_numpy(values)
 
     try:

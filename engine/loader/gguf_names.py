@@ -26,6 +26,11 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA = _BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _BLOCK_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 
 ROPE_FACTORS = "rope_freqs.weight"  # a derived table: the importer turns it back into config.json's rope_scaling
@@ -39,9 +44,14 @@ class GGUFArchitecture:
     hf_names: tuple[str, ...]  # values of config.json's `architectures` that read such weights
     permuted_qk: bool  # rows of q and k are interleaved for rotary pairs that are neighbours
     block: Mapping[str, str] = field(default_factory=lambda: _BLOCK)
+    norm_offset: float = 0.0  # by how much the file's norm weights are larger than those of the original checkpoint
 
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    "gemma2": GGUFArchitecture("gemma2", ("Gemma2ForCausalLM",), permuted_qk=False, block=_GEMMA, norm_offset=1.0),
+    "gemma3": GGUFArchitecture(
+        "gemma3", ("Gemma3ForCausalLM",), permuted_qk=False, block=_GEMMA | _HEAD_NORMS, norm_offset=1.0
+    ),
     "llama": GGUFArchitecture("llama", ("LlamaForCausalLM", "MistralForCausalLM"), permuted_qk=True),
     "qwen2": GGUFArchitecture("qwen2", ("Qwen2ForCausalLM",), permuted_qk=False),
     "qwen3": GGUFArchitecture("qwen3", ("Qwen3ForCausalLM",), permuted_qk=False, block=_BLOCK | _HEAD_NORMS),

@@ -15,7 +15,8 @@ from inferd.engine.layers.weights import WeightLayer
 
 @dataclass(frozen=True)
 class BuildContext(BuildTarget):
-    """Adds what only a model needs: its own layers of the whole (a pipeline stage), and how far positions go."""
+    """Adds what only a model needs: its own layers of the whole (a pipeline stage), and the positions it is ready for
+    before `reserve_positions` asks for more."""
 
     layers: range
     num_positions: int
@@ -45,6 +46,10 @@ class CausalLM(Protocol):
 
     def kv_specs(self, block_size: int) -> dict[str, KVSpec]:
         """Layer name → what that layer keeps per token, on this rank."""
+        ...
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make positions [0, num_positions) usable. Memory that a captured step reads may move: call it before."""
         ...
 
     def weight_layers(self) -> Iterator[tuple[str, WeightLayer]]:

@@ -12,7 +12,7 @@ from inferd.engine.core.kv.spec import KVSpec
 from inferd.engine.layers.embedding import ParallelLMHead
 from inferd.engine.layers.weights import WeightLayer
 from inferd.engine.models.base import BuildContext
-from inferd.engine.models.blocks import AttentionTraits, DecoderStack
+from inferd.engine.models.blocks import DecoderStack, DecoderTraits
 
 
 class DecoderForCausalLM(nn.Module, ABC):
@@ -20,7 +20,8 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.model = DecoderStack(config, self.attention_traits(config), context)
+        self.model = DecoderStack(config, self.traits(config), context)
+        self._logit_softcap = config.logit_softcap
         if self.model.is_last:
             is_tied = config.tie_embeddings and self.model.is_first
             tied = self.model.embed_tokens.table if is_tied else None
@@ -28,7 +29,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
-    def attention_traits(config: ModelConfig) -> AttentionTraits: ...
+    def traits(config: ModelConfig) -> DecoderTraits: ...
 
     def forward(
         self,
@@ -41,10 +42,17 @@ class DecoderForCausalLM(nn.Module, ABC):
         return self.model.forward(token_ids, positions, inputs_embeds, hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head.forward(hidden)
+        logits = self.lm_head.forward(hidden)
+        if self._logit_softcap is not None:
+            logits = logits.div_(self._logit_softcap).tanh_().mul_(self._logit_softcap)
+        return logits
 
     def kv_specs(self, block_size: int) -> dict[str, KVSpec]:
         return {attention.name: attention.kv_spec(block_size) for attention in self.model.attentions}
+
+    def reserve_positions(self, num_positions: int) -> None:
+        for table in self.model.rope_tables:
+            table.reserve(num_positions)
 
     def weight_layers(self) -> Iterator[tuple[str, WeightLayer]]:
         for name, module in self.named_modules():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from inferd.engine.config import ModelConfig
-from inferd.engine.models.blocks import AttentionTraits
+from inferd.engine.layers.norm import RMSNorm
+from inferd.engine.models.blocks import AttentionTraits, DecoderTraits
 from inferd.engine.models.decoder import DecoderForCausalLM
 
 
@@ -11,18 +12,14 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
     """q, k and v always have a bias, the output projection never."""
 
     @staticmethod
-    def attention_traits(config: ModelConfig) -> AttentionTraits:
-        return AttentionTraits(qkv_bias=True, window=config.sliding_window)
+    def traits(config: ModelConfig) -> DecoderTraits:
+        return DecoderTraits(AttentionTraits(qkv_bias=True))
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Each head of q and k is normed."""
 
     @staticmethod
-    def attention_traits(config: ModelConfig) -> AttentionTraits:
-        return AttentionTraits(
-            qkv_bias=config.attention_bias,
-            output_bias=config.output_bias,
-            qk_norm=True,
-            window=config.sliding_window,
-        )
+    def traits(config: ModelConfig) -> DecoderTraits:
+        attention = AttentionTraits(config.attention_bias, config.output_bias, head_norm=RMSNorm)
+        return DecoderTraits(attention)

@@ -11,6 +11,8 @@ from inferd.engine.errors import NotSupported
 from inferd.engine.models.base import BuildContext, CausalLM
 
 _MODULES = {
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen",

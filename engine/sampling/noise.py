@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PLAIN = 0  # stream of ordinary sampling; speculation and the like take streams of their own
+RETRIES = range(1, 9)  # streams for when the drawn token is not among those that top-p keeps
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd
 _MUL_A = np.uint64(0xBF58476D1CE4E5B9)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput, SharedPrefix
+from inferd.engine.executor.base import OnFailure
 from inferd.engine.params import SamplingParams
 
 T = TypeVar("T")
@@ -203,6 +204,9 @@ class FakeExecutor:
         assert bitmask is None
         sampled = self.worker.sample(self.outputs[-1].num_scheduled_tokens, self._next_token)
         return _done(ModelRunnerOutput(sampled))
+
+    def on_failure(self, callback: OnFailure) -> None:
+        """Never told: it fails in a call or not at all."""
 
     def shutdown(self) -> None:
         self.is_shut_down = True

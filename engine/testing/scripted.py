@@ -18,8 +18,9 @@ import msgspec
 
 from inferd.engine.config import EngineConfig
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
-from inferd.engine.core.output import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput
+from inferd.engine.core.output import BlockIds, GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
 from inferd.engine.errors import LoadError
+from inferd.engine.executor.base import OnFailure
 from inferd.engine.frontend.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz     "
@@ -109,7 +110,9 @@ class ScriptedExecutor:
             done.set_exception(error)
         return done
 
-    def sample_tokens(self, bitmask: Any | None = None) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> Future[ModelRunnerOutput]:
+        """Where a grammar forbids the next token, one that it allows is taken instead, as arbitrary as the letters."""
+        restricted = {} if bitmask is None else dict(zip(bitmask.request_ids, bitmask.words, strict=True))
         time.sleep(self._options.delay_s)
         sampled: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
@@ -117,14 +120,20 @@ class ScriptedExecutor:
             row = self._rows[request_id]
             if row.breaks:
                 errors[request_id] = "scripted failure of one request"
+                row.append(self._letters[0])  # the next step may run this row too before anybody knows
                 continue
             token_id = self._next_token(row)
+            if request_id in restricted:
+                token_id = _allowed(token_id, restricted[request_id], row.checksum)
             row.append(token_id)
             sampled[request_id] = [token_id]
         self._ready = []
         done: Future[ModelRunnerOutput] = Future()
         done.set_result(ModelRunnerOutput(sampled, errors))
         return done
+
+    def on_failure(self, callback: OnFailure) -> None:
+        """Never told: it fails in a call or not at all."""
 
     def shutdown(self) -> None:
         self._rows.clear()
@@ -199,6 +208,12 @@ class ScriptedExecutor:
 
     def _text_of(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _allowed(token_id: int, words: Any, choice: int) -> int:
+    """`token_id`, or one of those whose bits are set."""
+    allowed = [index for index in range(32 * len(words)) if int(words[index // 32]) >> index % 32 & 1]
+    return token_id if token_id in allowed else allowed[choice % len(allowed)]
 
 
 def _checksum(token_ids: list[int], before: int = 0) -> int:

@@ -13,26 +13,59 @@ from torch import Tensor
 from inferd.engine.attention.base import BatchGeometry
 from inferd.engine.core.output import SchedulerOutput, SharedPrefix
 from inferd.engine.errors import EngineError
-from inferd.engine.worker.block_table import BlockTable
+from inferd.engine.logprobs import NO_LOGPROBS
+from inferd.engine.upload import upload
 from inferd.engine.worker.rows import InputBatch
+
+SharedRows = tuple[int, list[int]]  # number of full blocks, and the step's rows that share them
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """One step of n scheduled requests and t tokens.
+class PromptSpan:
+    """Tokens of one request's prompt whose log probabilities are wanted."""
+
+    row: int  # in the persistent batch
+    first: int  # position of the first of them
+    target_ids: NDArray[np.int64]  # [c]
+    start: int  # index in the step's tokens of the one before the first; its logits are about the first
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """One step of n scheduled requests and t tokens, in main memory: what an eager pass and a replay are both fed from.
 
     The step's rows have an order of their own: those with one token first, so that a backend may treat them as a slice.
     """
 
-    token_ids: Tensor  # [t] i64
-    positions: Tensor  # [t] i64
-    geometries: tuple[BatchGeometry, ...]  # one per KV group
-    logits_indices: Tensor  # [m] i64, tokens whose next token is not known yet
+    query_lens: NDArray[np.int64]  # [n]
+    seq_lens: NDArray[np.int64]  # [n]
+    token_ids: NDArray[np.int64]  # [t]
+    positions: NDArray[np.int64]  # [t]
+    slots: tuple[NDArray[np.int64], ...]  # [t] per KV group
+    block_tables: tuple[NDArray[np.int32], ...]  # [n, columns in use] per KV group
+    shared_prefixes: list[SharedRows]
+    logits_indices: NDArray[np.int64]  # [m], tokens whose next token is not known yet
     sampled_rows: NDArray[np.intp]  # [m], the row in the persistent batch of each of them
+    prompt_spans: tuple[PromptSpan, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """One token a row, and nothing wanted but the next ones."""
+        return len(self.token_ids) == len(self.seq_lens) and not self.prompt_spans
 
 
 @dataclass(frozen=True)
-class _Layout:
+class StepInputs:
+    """A step on the device."""
+
+    token_ids: Tensor  # [t] i64
+    positions: Tensor  # [t] i64
+    geometries: tuple[BatchGeometry, ...]  # one per KV group
+    logits_indices: Tensor  # [m] i64
+
+
+@dataclass(frozen=True)
+class _Tokens:
     """How the flat tokens fall into the persistent batch's rows."""
 
     rows: NDArray[np.intp]  # [n]
@@ -42,70 +75,86 @@ class _Layout:
     positions: NDArray[np.int64]  # [t]
 
 
-def prepare_inputs(batch: InputBatch, output: SchedulerOutput, device: torch.device) -> StepInputs:
+def lay_out_step(batch: InputBatch, output: SchedulerOutput) -> StepLayout:
     """Raises EngineError where the schedule and the rows disagree: unknown requests or tokens, missing blocks."""
-    layout = _lay_out(batch, output.num_scheduled_tokens)
-    known = batch.num_tokens[layout.rows]
-    _check_known(batch, layout, known)
-    caught_up = np.flatnonzero(layout.seq_lens == known)
-    positions = torch.from_numpy(layout.positions).to(device)
-    shared = _shared_rows(output.shared_prefixes, batch, layout.rows)
-    return StepInputs(
-        token_ids=torch.from_numpy(batch.token_ids[layout.token_rows, layout.positions].astype(np.int64)).to(device),
-        positions=positions,
-        geometries=tuple(_geometry(table, layout, positions, shared) for table in batch.block_tables),
-        logits_indices=torch.from_numpy(layout.query_lens.cumsum()[caught_up] - 1).to(device),
-        sampled_rows=layout.rows[caught_up],
+    tokens = _assign(batch, output.num_scheduled_tokens)
+    known = batch.num_tokens[tokens.rows]
+    _check_known(batch, tokens, known)
+    caught_up = np.flatnonzero(tokens.seq_lens == known)
+    longest = int(tokens.seq_lens.max())
+    return StepLayout(
+        query_lens=tokens.query_lens,
+        seq_lens=tokens.seq_lens,
+        token_ids=batch.token_ids[tokens.token_rows, tokens.positions].astype(np.int64),
+        positions=tokens.positions,
+        slots=tuple(table.slots(tokens.token_rows, tokens.positions) for table in batch.block_tables),
+        block_tables=tuple(table.gather(tokens.rows, -(-longest // table.block_size)) for table in batch.block_tables),
+        shared_prefixes=_shared_rows(output.shared_prefixes, batch, tokens.rows),
+        logits_indices=tokens.query_lens.cumsum()[caught_up] - 1,
+        sampled_rows=tokens.rows[caught_up],
+        prompt_spans=_prompt_spans(batch, tokens),
     )
 
 
-def _lay_out(batch: InputBatch, num_scheduled_tokens: dict[str, int]) -> _Layout:
+def _prompt_spans(batch: InputBatch, tokens: _Tokens) -> tuple[PromptSpan, ...]:
+    wanting = np.flatnonzero(batch.sampling.prompt_logprobs[tokens.rows] != NO_LOGPROBS).tolist()
+    spans = []
+    for index in wanting:
+        row, query_len, seq_len = tokens.rows[index], tokens.query_lens[index], tokens.seq_lens[index]
+        computed = seq_len - query_len
+        first = max(computed, batch.num_prompt_logprobs[row]) + 1
+        end = min(seq_len + 1, batch.num_prompt_tokens[row])
+        if first < end:
+            start = tokens.query_lens[: index + 1].sum() - query_len + first - 1 - computed
+            target_ids = batch.token_ids[row, first:end].astype(np.int64)
+            spans.append(PromptSpan(int(row), int(first), target_ids, int(start)))
+    return tuple(spans)
+
+
+def to_inputs(step: StepLayout, device: torch.device) -> StepInputs:
+    num_groups = len(step.slots)
+    token_ids, positions, logits_indices, *rest = upload(
+        (step.token_ids, step.positions, step.logits_indices, *step.slots, *step.block_tables), device
+    )
+    query_lens, seq_lens = step.query_lens.tolist(), step.seq_lens.tolist()
+    geometries = tuple(
+        BatchGeometry(query_lens, seq_lens, table, slots, positions, step.shared_prefixes)
+        for slots, table in zip(rest[:num_groups], rest[num_groups:], strict=True)
+    )
+    return StepInputs(token_ids, positions, geometries, logits_indices)
+
+
+def _assign(batch: InputBatch, num_scheduled_tokens: dict[str, int]) -> _Tokens:
     rows = np.array([batch.row(request_id) for request_id in num_scheduled_tokens], np.intp)
     query_lens = np.array(list(num_scheduled_tokens.values()), np.int64)
     context_lens = batch.num_computed_tokens[rows]
     if query_lens.max(initial=1) == 1:
-        return _Layout(rows, query_lens, context_lens + 1, rows, context_lens)
+        return _Tokens(rows, query_lens, context_lens + 1, rows, context_lens)
     order = np.argsort(query_lens > 1, kind="stable")
     rows, query_lens, context_lens = rows[order], query_lens[order], context_lens[order]
     ends = query_lens.cumsum()
     positions = np.arange(ends[-1]) + (context_lens - ends + query_lens).repeat(query_lens)
-    return _Layout(rows, query_lens, context_lens + query_lens, rows.repeat(query_lens), positions)
+    return _Tokens(rows, query_lens, context_lens + query_lens, rows.repeat(query_lens), positions)
 
 
-def _check_known(batch: InputBatch, layout: _Layout, known: NDArray[np.int64]) -> None:
-    ahead = layout.seq_lens > known
+def _check_known(batch: InputBatch, tokens: _Tokens, known: NDArray[np.int64]) -> None:
+    ahead = tokens.seq_lens > known
     if ahead.any():
         at = int(ahead.argmax())
         raise EngineError(
-            f"request {batch.request_ids[layout.rows[at]]!r} was scheduled up to token {layout.seq_lens[at]}, "
+            f"request {batch.request_ids[tokens.rows[at]]!r} was scheduled up to token {tokens.seq_lens[at]}, "
             f"the worker knows {known[at]}"
         )
     for table in batch.block_tables:
-        short = table.num_blocks[layout.rows] * table.block_size < layout.seq_lens
+        short = table.num_blocks[tokens.rows] * table.block_size < tokens.seq_lens
         if short.any():
-            row = layout.rows[int(short.argmax())]
+            row = tokens.rows[int(short.argmax())]
             raise EngineError(
                 f"request {batch.request_ids[row]!r} was scheduled beyond its {table.num_blocks[row]} blocks"
             )
 
 
-def _geometry(
-    table: BlockTable, layout: _Layout, positions: Tensor, shared: list[tuple[int, list[int]]]
-) -> BatchGeometry:
-    num_columns = -(-int(layout.seq_lens.max()) // table.block_size)
-    return BatchGeometry(
-        query_lens=layout.query_lens.tolist(),
-        seq_lens=layout.seq_lens.tolist(),
-        block_tables=torch.from_numpy(table.gather(layout.rows, num_columns)).to(positions.device),
-        slots=torch.from_numpy(table.slots(layout.token_rows, layout.positions)).to(positions.device),
-        positions=positions,
-        shared_prefixes=shared,
-    )
-
-
-def _shared_rows(
-    prefixes: Sequence[SharedPrefix], batch: InputBatch, rows: NDArray[np.intp]
-) -> list[tuple[int, list[int]]]:
+def _shared_rows(prefixes: Sequence[SharedPrefix], batch: InputBatch, rows: NDArray[np.intp]) -> list[SharedRows]:
     """The scheduler's prefixes with the step's rows in place of request ids."""
     if not prefixes:
         return []
@@ -116,16 +165,29 @@ def _shared_rows(
     return [(prefix.num_blocks, sorted(map(step_rows.__getitem__, prefix.request_ids))) for prefix in prefixes]
 
 
-def dummy_inputs(query_lens: list[int], block_sizes: Sequence[int], device: torch.device) -> StepInputs:
-    """A step that stores nothing (slots are -1) and reads only block 0: for warming up and for measuring memory."""
-    positions = torch.cat([torch.arange(length) for length in query_lens]).to(device)
-    slots = torch.full_like(positions, -1)
-    widths = (-(-max(query_lens) // block_size) for block_size in block_sizes)
-    tables = [torch.zeros(len(query_lens), width, dtype=torch.int32, device=device) for width in widths]
-    return StepInputs(
-        token_ids=torch.zeros_like(positions),
+def dummy_layout(query_lens: Sequence[int], block_sizes: Sequence[int], context: int = 0) -> StepLayout:
+    """A step that stores nothing (slots are -1) and reads only block 0: for warming up and for measuring memory.
+
+    Each row has `context` tokens before its queries.
+    """
+    lens = np.array(query_lens, np.int64)
+    positions = np.concatenate([np.arange(length) for length in query_lens]) + context
+    widths = (-(-(max(query_lens) + context) // block_size) for block_size in block_sizes)
+    return StepLayout(
+        query_lens=lens,
+        seq_lens=lens + context,
+        token_ids=np.zeros_like(positions),
         positions=positions,
-        geometries=tuple(BatchGeometry(query_lens, query_lens, table, slots, positions) for table in tables),
-        logits_indices=torch.tensor(query_lens, device=device).cumsum(0) - 1,
+        slots=tuple(np.full_like(positions, -1) for _ in block_sizes),
+        block_tables=tuple(np.zeros((len(query_lens), width), np.int32) for width in widths),
+        shared_prefixes=[],
+        logits_indices=lens.cumsum() - 1,
         sampled_rows=np.zeros(0, np.intp),
     )
+
+
+def empty_layout(num_groups: int) -> StepLayout:
+    """A step without rows."""
+    none = np.zeros(0, np.int64)
+    tables = tuple(np.zeros((0, 0), np.int32) for _ in range(num_groups))
+    return StepLayout(none, none, none, none, (none,) * num_groups, tables, [], none, np.zeros(0, np.intp))

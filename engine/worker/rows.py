@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from inferd.engine.core.output import KnownRequests, NewRequest
 from inferd.engine.errors import EngineError
 from inferd.engine.sampling.batch import SamplingBatch, SamplingColumns
+from inferd.engine.sampling.chain import ProcessorChain
+from inferd.engine.sampling.processors import AddedRow, BatchUpdate, StepRows
 from inferd.engine.worker.block_table import BlockTable
 
 _FIRST_TOKEN_COLUMNS = 1024  # the token buffer starts this wide and doubles: most contexts stay far below their limit
@@ -26,16 +28,24 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int], eos_token_ids: Sequence[int]
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        processors: ProcessorChain | None = None,
     ) -> None:
+        """`processors` hear of every change of rows; without any, logits are sampled as the model computed them."""
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, min(max_model_len, _FIRST_TOKEN_COLUMNS)), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)  # known ones: prompt and sampled
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         self.request_ids = np.empty(max_num_seqs, object)
-        self.sampling = SamplingColumns(max_num_seqs, eos_token_ids)
+        self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)  # of tokens 1 to here: they are known already
+        self.sampling = SamplingColumns(max_num_seqs)
         self.block_tables = tuple(BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes)
+        self._processors = processors
+        self._changes = BatchUpdate()  # that the processors have not heard of
         self._rows: dict[str, int] = {}
         self._holes: list[int] = []  # unused rows below `_end`
         self._end = 0
@@ -65,7 +75,9 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
+        self.num_prompt_logprobs[row] = new.num_prompt_logprobs
         self.sampling.set(row, new.params, new.seed)
+        self._changes.added.append(AddedRow(row, new.request_id, new.params, new.token_ids[: new.num_prompt_tokens]))
         for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
             table.set(row, block_ids)
         return row
@@ -75,6 +87,7 @@ class InputBatch:
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._holes.append(row)
+            self._changes.removed.append(row)
 
     def update(self, known: KnownRequests) -> None:
         for request_id, block_ids, num_computed in zip(
@@ -87,7 +100,7 @@ class InputBatch:
                     table.append(row, ids)
 
     def condense(self) -> None:
-        """Move the last rows into the holes that are left."""
+        """Move the last rows into the holes that are left. Ends the changes of a step."""
         holes = set(self._holes)
         for hole in sorted(holes):
             while self._end - 1 in holes:
@@ -98,6 +111,9 @@ class InputBatch:
             self._move(self._end, hole)
             holes.discard(hole)
         self._holes.clear()
+        changes, self._changes = self._changes, BatchUpdate()
+        if self._processors is not None:
+            self._processors.update_state(changes)
 
     def append_tokens(self, rows: NDArray[np.intp], token_ids: NDArray[np.int64]) -> None:
         """One sampled token to each of `rows`."""
@@ -107,9 +123,11 @@ class InputBatch:
         self.num_tokens[rows] = lengths + 1
 
     def sampling_batch(self, rows: NDArray[np.intp], device: torch.device) -> SamplingBatch:
-        num_tokens = self.num_tokens[rows]
-        num_output_tokens = num_tokens - self.num_prompt_tokens[rows]
-        return self.sampling.select(rows, self.request_ids[rows].tolist(), num_tokens, num_output_tokens, device)
+        edits = None
+        if self._processors is not None:
+            step = StepRows(rows, self.token_ids, self.num_tokens, self.num_prompt_tokens)
+            edits = self._processors.edits(step)
+        return self.sampling.select(rows, self.request_ids[rows].tolist(), self.num_tokens[rows], device, edits)
 
     @property
     def _arrays(self) -> list[NDArray[Any]]:
@@ -119,6 +137,7 @@ class InputBatch:
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_computed_tokens,
+            self.num_prompt_logprobs,
             self.request_ids,
             *self.sampling.arrays,
             *(array for table in self.block_tables for array in table.arrays),
@@ -127,6 +146,7 @@ class InputBatch:
     def _move(self, source: int, target: int) -> None:
         for array in self._arrays:
             array[target] = array[source]
+        self._changes.moved.append((source, target))
         self._rows[self.request_ids[target]] = target
 
     def _take_row(self) -> int:

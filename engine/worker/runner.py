@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inferd.engine.attention.base import AttentionBackend
-from inferd.engine.attention.context import ForwardContext, forward_context
 from inferd.engine.config import EngineConfig
-from inferd.engine.core.kv.spec import KVCacheConfig
-from inferd.engine.core.output import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput
-from inferd.engine.errors import NotSupported
-from inferd.engine.models.base import CausalLM
+from inferd.engine.core.output import BlockIds, GrammarBitmask, ModelRunnerOutput, NewRequest, SchedulerOutput
+from inferd.engine.layers.parallel import TensorParallel
 from inferd.engine.params import SamplingParams
 from inferd.engine.sampling.batch import SamplingBatch
-from inferd.engine.sampling.sampler import BROKEN, Sampler
-from inferd.engine.worker.inputs import StepInputs, dummy_inputs, prepare_inputs
+from inferd.engine.sampling.chain import ProcessorChain
+from inferd.engine.sampling.logprobs import RawLogprobs, prompt_chunk
+from inferd.engine.sampling.plugins import find_processors
+from inferd.engine.sampling.processors import ProcessorContext
+from inferd.engine.sampling.sampler import NO_TOKEN, Sampler
+from inferd.engine.worker.buffers import HostIds
+from inferd.engine.worker.forward import Forward, StepLogits
+from inferd.engine.worker.inputs import PromptSpan, dummy_layout, lay_out_step
 from inferd.engine.worker.rows import InputBatch
+from inferd.kernels.grammar.bitmask import apply_bitmask
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +33,16 @@ NOT_FINITE = (
     "the model computed NaN or infinite logits for this request; when all requests end so, "
     "its weights are damaged or need another dtype"
 )
-
-
-@dataclass(frozen=True)
-class KVMemory:
-    """What `Worker` allocated: the plan and each layer's view."""
-
-    config: KVCacheConfig
-    caches: dict[str, Tensor]  # layer name → as the backend's `kv_cache_shape` says
-
-    @property
-    def block_sizes(self) -> list[int]:
-        return [group.spec.block_size for group in self.config.groups]
-
-    @property
-    def groups(self) -> dict[str, int]:
-        return {name: index for index, group in enumerate(self.config.groups) for name in group.layer_names}
+NOTHING_LEFT = "allowed_token_ids, bad_words, logit_bias and min_tokens of this request leave no token to choose from"
 
 
 @dataclass(frozen=True)
 class _Pending:
     """A step between its two halves."""
 
-    logits: Tensor | None  # [m, vocab]; None when no row is sampled
+    result: StepLogits | None  # of m rows; None when no logits are wanted
     rows: NDArray[np.intp]  # [m]
+    prompt_spans: tuple[PromptSpan, ...] = ()
 
 
 class ModelRunner:
@@ -65,16 +53,25 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, backend: AttentionBackend, kv: KVMemory, device: torch.device
+        self,
+        config: EngineConfig,
+        forward: Forward,
+        block_sizes: Sequence[int],
+        device: torch.device,
+        tp: TensorParallel | None = None,
     ) -> None:
-        self._model = model
-        self._backend = backend
-        self._kv = kv
-        self._groups = kv.groups
+        """`block_sizes`: of each KV group. `tp`: the ranks that run the same rows, when there are others."""
+        self.forward = forward
+        self.block_sizes = block_sizes
         self._device = device
-        self.sampler: Callable[[Tensor, SamplingBatch], Tensor] = Sampler()  # logits[m, vocab] -> ids[m]; replaceable
+        self._own_sampler = Sampler()
+        self.sampler: Callable[[Tensor, SamplingBatch], Tensor] = self._own_sampler  # logits[m, vocab] -> ids[m]
         limits = config.scheduler
-        self._batch = InputBatch(limits.max_num_seqs, limits.max_model_len, kv.block_sizes, config.model.eos_token_ids)
+        context = ProcessorContext(config.model.vocab_size, limits.max_num_seqs, config.model.eos_token_ids, device)
+        processors = ProcessorChain(context, find_processors())
+        self._batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_sizes, processors)
+        self._host_ids = HostIds(limits.max_num_seqs, device)
+        self._tp = tp or TensorParallel()
         self._pending: _Pending | None = None
 
     @torch.inference_mode()
@@ -86,30 +83,48 @@ class ModelRunner:
         if not output.num_scheduled_tokens:
             self._pending = _Pending(None, np.zeros(0, np.intp))
             return
-        inputs = prepare_inputs(self._batch, output, self._device)
-        hidden = self._forward(inputs)
-        logits = self._model.compute_logits(hidden[inputs.logits_indices]) if len(inputs.sampled_rows) else None
-        self._pending = _Pending(logits, inputs.sampled_rows)
+        step = lay_out_step(self._batch, output)
+        self._pending = _Pending(self.forward.run(step), step.sampled_rows, step.prompt_spans)
 
     @torch.inference_mode()
-    def sample(self, bitmask: Any | None = None) -> ModelRunnerOutput:
-        """A request whose logits are no numbers gets an error in place of a token; its batch mates do not notice."""
-        if bitmask is not None:
-            raise NotSupported("sampling under a grammar's bitmask is not supported")
+    def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput:
+        """A request that gets no token gets an error in its place; its batch mates do not notice."""
         if self._pending is None:
             raise RuntimeError("sample was called without execute before it")
-        logits, rows, self._pending = self._pending.logits, self._pending.rows, None
-        if logits is None:
+        pending, self._pending = self._pending, None
+        if pending.result is None:
             return ModelRunnerOutput({})
+        result = pending.result if bitmask is None else self._restrict(pending.result, pending.rows, bitmask)
+        output = self._sample(result, pending.rows) if len(pending.rows) else ModelRunnerOutput({})
+        if pending.result.hidden is not None:
+            for span in pending.prompt_spans:
+                hidden = pending.result.hidden[span.start : span.start + len(span.target_ids)]
+                num_top = int(self._batch.sampling.prompt_logprobs[span.row])
+                chunk = prompt_chunk(span.first, span.target_ids, hidden, self.forward.compute_logits, num_top)
+                output.prompt_logprobs[self._batch.request_ids[span.row]] = chunk
+        return output
+
+    def _sample(self, result: StepLogits, rows: NDArray[np.intp]) -> ModelRunnerOutput:
         batch = self._batch.sampling_batch(rows, self._device)
-        token_ids = self.sampler(logits, batch).cpu().numpy()
+        raw = RawLogprobs(result.logits, batch.logprobs)
+        picked = self._tp.agree(self._pick(result, batch))
+        gathered = raw.gather(picked)
+        token_ids = self._host_ids.take(picked)
         sampled = dict(zip(batch.request_ids, token_ids.tolist(), strict=True))
-        errors = {request_id: NOT_FINITE for request_id, token_id in sampled.items() if token_id == BROKEN}
+        errors = {
+            request_id: NOTHING_LEFT if token_id == NO_TOKEN else NOT_FINITE
+            for request_id, token_id in sampled.items()
+            if token_id < 0
+        }
         if errors:
-            logger.error("step without finite logits for %d of %d requests", len(errors), len(rows))
-            rows, token_ids = rows[token_ids != BROKEN], token_ids[token_ids != BROKEN]
+            logger.error("step without a token for %d of %d requests: %s", len(errors), len(rows), set(errors.values()))
+            token_ids = np.maximum(token_ids, 0)  # the next step may run these rows too before anybody knows
         self._batch.append_tokens(rows, token_ids)
-        return ModelRunnerOutput({name: [token_id] for name, token_id in sampled.items() if name not in errors}, errors)
+        return ModelRunnerOutput(
+            {name: [token_id] for name, token_id in sampled.items() if name not in errors},
+            errors,
+            raw.by_request(gathered, batch.request_ids),
+        )
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, num_rows: int) -> None:
@@ -117,15 +132,35 @@ class ModelRunner:
 
         The first rows are as long as a request can get, the last have one token: the costliest mix there is.
         """
-        inputs = dummy_inputs(self._dummy_query_lens(num_tokens, num_rows), self._kv.block_sizes, self._device)
-        logits = self._model.compute_logits(self._forward(inputs)[inputs.logits_indices])
-        batch = InputBatch(num_rows, 1, self._kv.block_sizes, ())
+        result = self.forward.run(dummy_layout(self._dummy_query_lens(num_tokens, num_rows), self.block_sizes))
+        if result is None:
+            raise RuntimeError("a step whose rows have all caught up gave no logits")
+        batch = InputBatch(num_rows, 1, self.block_sizes)
         kinds = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9))
         for row in range(num_rows):
-            blocks: BlockIds = tuple([] for _ in self._kv.block_sizes)
+            blocks: BlockIds = tuple([] for _ in self.block_sizes)
             batch.add(NewRequest(str(row), [0], 1, kinds[row % len(kinds)], 0, blocks, 0))
         # What block 0 holds is anyone's guess, and so are these logits; the sampler refuses NaN.
-        self.sampler(torch.zeros_like(logits), batch.sampling_batch(np.arange(num_rows), self._device))
+        self.sampler(torch.zeros_like(result.logits), batch.sampling_batch(np.arange(num_rows), self._device))
+
+    def _restrict(self, result: StepLogits, rows: NDArray[np.intp], bitmask: GrammarBitmask) -> StepLogits:
+        """Before anything else looks at them, what a grammar forbids goes out of the logits.
+
+        The bitmask's rows are in the scheduler's order and for requests under a grammar only.
+        """
+        index = {request_id: row for row, request_id in enumerate(self._batch.request_ids[rows].tolist())}
+        chosen = [(index[name], row) for row, name in enumerate(bitmask.request_ids) if name in index]
+        if not chosen:
+            return result
+        targets, sources = zip(*chosen, strict=True)
+        apply_bitmask(result.logits, torch.tensor(targets), bitmask.words[list(sources)])
+        return replace(result, greedy_ids=None)
+
+    def _pick(self, result: StepLogits, batch: SamplingBatch) -> Tensor:
+        is_replaced = self.sampler is not self._own_sampler
+        if result.greedy_ids is None or is_replaced or not batch.takes_the_greatest:
+            return self.sampler(result.logits, batch)
+        return result.greedy_ids
 
     def _dummy_query_lens(self, num_tokens: int, num_rows: int) -> list[int]:
         query_lens, left = [], num_tokens - num_rows
@@ -142,14 +177,3 @@ class ModelRunner:
             self._batch.add(new)
         self._batch.condense()
         self._batch.update(output.known)
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        context = ForwardContext(
-            backend=self._backend,
-            metadata={group: self._backend.build(geometry) for group, geometry in enumerate(inputs.geometries)},
-            slots={group: geometry.slots for group, geometry in enumerate(inputs.geometries)},
-            kv_caches=self._kv.caches,
-            groups=self._groups,
-        )
-        with forward_context(context):
-            return self._model.forward(inputs.token_ids, inputs.positions)

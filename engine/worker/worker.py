@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from inferd.engine.attention.base import AttentionBackend
 from inferd.engine.attention.select import choose
-from inferd.engine.config import EngineConfig
-from inferd.engine.core.kv.spec import KVCacheConfig, KVCacheGroup, KVSpec
+from inferd.engine.config import CUDAGraphMode, EngineConfig
+from inferd.engine.core.kv.plan import group_layers
+from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import ModelRunnerOutput, SchedulerOutput
-from inferd.engine.errors import ConfigError, NotSupported
+from inferd.engine.errors import ConfigError
+from inferd.engine.layers.parallel import TensorParallel
 from inferd.engine.layers.target import TORCH_DTYPES
 from inferd.engine.loader.base import load_model
 from inferd.engine.models.base import CausalLM
-from inferd.engine.worker.memory import cpu_kv_bytes, requested_bytes
-from inferd.engine.worker.runner import KVMemory, ModelRunner
+from inferd.engine.worker.forward import EagerForward, Forward, KVMemory
+from inferd.engine.worker.graphs import CudaRecorder, GraphForward, can_capture, capture_sizes
+from inferd.engine.worker.inputs import dummy_layout
+from inferd.engine.worker.memory import DeviceBudget, MemoryProbe, cpu_kv_bytes, without_positions
+from inferd.engine.worker.parallel_state import ParallelState
+from inferd.engine.worker.probe import read_card, read_host
+from inferd.engine.worker.runner import ModelRunner
 from inferd.kernels.common.ops import KernelUnavailable, Ops
-from inferd.kernels.select import build_ops
+from inferd.kernels.select import build_greedy, build_ops
 
 logger = logging.getLogger(__name__)
 
 CPU_WARM_UP = (64, 4)  # tokens and rows: nothing is captured there, and a full budget would take seconds
+# Query tokens of one row: kernels are compiled for classes of them, and for contexts so long that they are divided.
+CUDA_WARM_UP = (4096, 1024, 64, 16, 8, 4)
 
 
 class Worker:
     """`load`, then `initialize_kv_cache`, then `warm_up`, then steps; out of this order raises RuntimeError."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError when the device's memory is not there to take."""
+    def __init__(
+        self, config: EngineConfig, parallel: ParallelState | None = None, probe: MemoryProbe | None = None
+    ) -> None:
+        """`parallel`: the other ranks, when there are any. `probe`: reads the device's memory, this machine's where not
+        given. Raises ConfigError when the device's memory is not there to take."""
         self._config = config
-        self._device = torch.device(config.device)
+        self._tp = TensorParallel.over((parallel or ParallelState.alone()).tp)
+        self._device = rank_device(config, self._tp.rank)
         torch.set_num_threads(config.num_threads)
-        self._budget = _DeviceBudget(config.cache.memory_fraction) if config.device == "cuda" else None
+        is_cuda = config.device == "cuda"
+        self._probe = probe or (partial(read_card, self._device) if is_cuda else read_host)
+        self._budget = DeviceBudget(config.cache.memory_fraction, self._probe) if is_cuda else None
         self._model: CausalLM | None = None
         self._backend: AttentionBackend | None = None
         self._kv: KVMemory | None = None
         self._runner: ModelRunner | None = None
+        self._captures = False
+        self._graphs: GraphForward | None = None
         self._decisions: list[str] = []
 
     @property
@@ -60,9 +79,10 @@ class Worker:
         if self._model is not None:
             raise RuntimeError("the worker was asked to load a second time")
         ops = self._build_ops()
-        model = load_model(self._config, ops, self._device)
-        self._backend = self._choose_backend(ops, _only(model.kv_specs(self._config.cache.block_size)))
+        model = load_model(self._config, ops, self._device, tp=self._tp)
+        self._backend = self._choose_backend(ops, model.kv_specs(self._config.cache.block_size))
         self._decisions += [*ops.decisions, f"attention: {self._backend.name}"]
+        self._captures = self._settle_graphs(self._backend)
         self._model = model
 
     def kv_specs(self) -> dict[str, KVSpec]:
@@ -74,27 +94,53 @@ class Worker:
         if self._config.cache.kv_cache_bytes is not None:
             return self._config.cache.kv_cache_bytes
         if self._budget is None:
-            return cpu_kv_bytes(self._config, list(specs.values()), psutil.virtual_memory().available)
-        group = KVCacheGroup(tuple(specs), _only(specs))
-        self._make_runner(KVCacheConfig(1, (group,)))[1].dummy_run(*self._largest_step())
-        return self._budget.left_bytes()
+            return cpu_kv_bytes(self._config, specs, self._probe().free_bytes)
+        largest = self._largest_step()
+        self._loaded()[0].reserve_positions(min(largest[0], self._config.scheduler.max_model_len))
+        kv = self._allocate_kv(KVCacheConfig(1, group_layers(specs)))
+        eager = self._make_eager(kv)
+        graph_bytes = self._make_graphs(eager).estimate_bytes() if self._captures else 0
+        torch.cuda.empty_cache()
+        self._make_runner(eager, kv).dummy_run(*largest)
+        left = self._budget.left_bytes() - graph_bytes
+        return max(0, without_positions(self._config, specs, left))
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        self._loaded()
+        model, _ = self._loaded()
         if self._runner is not None:
             raise RuntimeError("the worker's KV cache was initialised already")
-        self._kv, self._runner = self._make_runner(config)
-        num_bytes = sum(cache.nbytes for cache in self._kv.caches.values())
+        if config.max_model_len is not None:
+            limits = replace(self._config.scheduler, max_model_len=config.max_model_len)
+            self._config = replace(self._config, scheduler=limits)
+        model.reserve_positions(self._config.scheduler.max_model_len)
+        self._kv = self._allocate_kv(config)
+        eager = self._make_eager(self._kv)
+        self._graphs = self._make_graphs(eager) if self._captures else None
+        self._runner = self._make_runner(self._graphs or eager, self._kv)
+        num_bytes = config.num_blocks * config.block_bytes
         logger.info("KV cache: %d blocks, %.2f GiB", config.num_blocks, num_bytes / 2**30)
 
     def warm_up(self) -> None:
-        """The largest step first, then the smallest; keeps nothing and stores nothing."""
+        """The largest step first, then some that take other kernels; keeps nothing and stores nothing."""
         runner = self.runner
         num_tokens, num_rows = self._largest_step()
         if self._config.device == "cpu":
-            num_tokens, num_rows = min(num_tokens, CPU_WARM_UP[0]), min(num_rows, CPU_WARM_UP[1])
-        runner.dummy_run(num_tokens, num_rows)
+            runner.dummy_run(min(num_tokens, CPU_WARM_UP[0]), min(num_rows, CPU_WARM_UP[1]))
+        else:
+            runner.dummy_run(num_tokens, num_rows)
+            self._compile_prefill(runner.forward, runner.block_sizes)
         runner.dummy_run(1, 1)
+        if self._graphs is not None:
+            self._decisions.append(str(self._graphs.capture()))
+
+    @torch.inference_mode()
+    def _compile_prefill(self, forward: Forward, block_sizes: Sequence[int]) -> None:
+        limits = self._config.scheduler
+        longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+        for length in CUDA_WARM_UP:
+            if length < longest:
+                for context in (0, limits.max_model_len - length):
+                    forward.run(dummy_layout([length], block_sizes, context))
 
     def execute_model(self, output: SchedulerOutput) -> None:
         self.runner.execute(output)
@@ -104,7 +150,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the model and its memory. Idempotent."""
-        self._model = self._backend = self._kv = self._runner = None
+        self._model = self._backend = self._kv = self._runner = self._graphs = None
 
     def _build_ops(self) -> Ops:
         try:
@@ -112,14 +158,17 @@ class Worker:
         except KernelUnavailable as error:
             raise ConfigError(str(error)) from error
 
-    def _choose_backend(self, ops: Ops, spec: KVSpec) -> AttentionBackend:
-        windows = (self._config.model.sliding_window,)
-        backend = choose(self._config.attention_backend, ops, spec, self._device, windows)
-        if backend.page_sizes and spec.block_size not in backend.page_sizes:
-            sizes = ", ".join(map(str, backend.page_sizes))
-            raise ConfigError(
-                f"block_size={spec.block_size} does not work with attention backend {backend.name}; it takes: {sizes}"
-            )
+    def _choose_backend(self, ops: Ops, specs: Mapping[str, KVSpec]) -> AttentionBackend:
+        """Pages have the lengths here that the plan will give them."""
+        kinds = list(dict.fromkeys(group.spec for group in group_layers(specs)))
+        softcap = self._config.model.attention_softcap
+        backend = choose(self._config.attention_backend, ops, kinds, self._device, softcap)
+        for block_size in (spec.block_size for spec in kinds):
+            if backend.page_sizes and block_size not in backend.page_sizes:
+                sizes = ", ".join(map(str, backend.page_sizes))
+                raise ConfigError(
+                    f"block_size={block_size} does not work with attention backend {backend.name}; it takes: {sizes}"
+                )
         return backend
 
     def _loaded(self) -> tuple[CausalLM, AttentionBackend]:
@@ -137,39 +186,55 @@ class Worker:
         limits = self._config.scheduler
         return limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
-    def _make_runner(self, config: KVCacheConfig) -> tuple[KVMemory, ModelRunner]:
-        model, backend = self._loaded()
-        kv = KVMemory(config, allocate_kv_caches(config, backend, self._device))
-        return kv, ModelRunner(self._config, model, backend, kv, self._device)
+    def _settle_graphs(self, backend: AttentionBackend) -> bool:
+        """Whether decode steps are captured; says what became of a mode that the backend does not serve whole."""
+        mode = self._config.cudagraph_mode
+        if mode == CUDAGraphMode.NONE:
+            return False
+        captures = can_capture(backend)
+        settled = CUDAGraphMode.FULL_DECODE_ONLY if captures else CUDAGraphMode.NONE
+        if settled != mode:
+            what = "steps of one token a row only" if captures else "no step"
+            logger.warning("cudagraph_mode=%s instead of %s: %s can capture %s", settled, mode, backend.name, what)
+            self._decisions.append(f"cudagraph_mode={settled} instead of {mode}: {backend.name} can capture {what}")
+        return captures
+
+    def _allocate_kv(self, config: KVCacheConfig) -> KVMemory:
+        return KVMemory(config, allocate_kv_caches(config, self._loaded()[1], self._device))
+
+    def _make_eager(self, kv: KVMemory) -> EagerForward:
+        return EagerForward(*self._loaded(), kv, self._device)
+
+    def _make_graphs(self, eager: EagerForward) -> GraphForward:
+        limits = self._config.scheduler
+        model = self._config.model
+        has_full = any(model.window_of(layer) is None for layer in range(model.num_layers))
+        share = limits.share_prefix_attention and has_full
+        sizes = capture_sizes(self._largest_step()[1], share=share)
+        greedy = build_greedy(self._device, self._config.kernels)
+        return GraphForward(eager, greedy, sizes, limits.max_model_len, CudaRecorder(self._device), self._device)
+
+    def _make_runner(self, forward: Forward, kv: KVMemory) -> ModelRunner:
+        return ModelRunner(self._config, forward, kv.block_sizes, self._device, self._tp)
 
 
-class _DeviceBudget:
-    """A CUDA device's memory as this engine found it, and its share."""
-
-    def __init__(self, memory_fraction: float) -> None:
-        self._free_at_start, total = torch.cuda.mem_get_info()
-        self._requested = requested_bytes(memory_fraction, total_bytes=total, free_bytes=self._free_at_start)
-
-    def left_bytes(self) -> int:
-        """What torch holds in reserve after the largest step counts as used: the next such step needs it again."""
-        torch.cuda.synchronize()
-        free, _ = torch.cuda.mem_get_info()
-        return max(0, self._requested - (self._free_at_start - free))
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """Ranks share main memory; each has a card of its own."""
+    num_ranks = config.parallel.tensor_parallel_size
+    return torch.device("cuda", rank) if config.device == "cuda" and num_ranks > 1 else torch.device(config.device)
 
 
 def allocate_kv_caches(config: KVCacheConfig, backend: AttentionBackend, device: torch.device) -> dict[str, Tensor]:
-    """Raw bytes per layer, viewed as `backend` wants them; undefined, since nothing is read before it is stored."""
+    """Each layer's view of the raw bytes that it shares with layers of other groups, as `backend` wants it.
+
+    Undefined content, since nothing is read before it is stored.
+    """
+    specs = {name: group.spec for group in config.groups for name in group.layer_names}
+    page_bytes = max(spec.page_bytes for spec in specs.values())
     caches = {}
-    for group in config.groups:
-        shape = backend.kv_cache_shape(config.num_blocks, group.spec)
-        for name in group.layer_names:
-            raw = torch.empty(config.num_blocks * group.spec.page_bytes, dtype=torch.uint8, device=device)
-            caches[name] = raw.view(getattr(torch, group.spec.dtype)).view(shape)
+    for names in config.tensors:
+        raw = torch.empty(config.num_blocks * page_bytes, dtype=torch.uint8, device=device)
+        for name in names:
+            shape = backend.kv_cache_shape(config.num_blocks, specs[name])
+            caches[name] = raw.view(TORCH_DTYPES[specs[name].dtype]).view(shape)
     return caches
-
-
-def _only(specs: dict[str, KVSpec]) -> KVSpec:
-    kinds = set(specs.values())
-    if len(kinds) != 1:
-        raise NotSupported(f"a model must keep one kind of KV cache in all its layers, this one keeps {len(kinds)}")
-    return kinds.pop()

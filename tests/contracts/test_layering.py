@@ -19,6 +19,7 @@ ENGINE_FRONT = (
     "inferd.engine.model_config",
     "inferd.engine.core.client",
     "inferd.engine.frontend",
+    "inferd.engine.grammar.spec",
     "inferd.engine.importer.run",
 )
 CORE = ("inferd.engine.core",)  # bookkeeping: no torch, and no sockets but in these three

@@ -14,6 +14,7 @@ from inferd.engine.core.output import (
     SchedulerOutput,
     SharedPrefix,
 )
+from inferd.engine.logprobs import PromptChunk, TokenLogprobs
 from inferd.engine.messages import (
     Abort,
     AddRequest,
@@ -34,6 +35,8 @@ from inferd.engine.params import OutputKind, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.5, stop=["a", "b"], stop_token_ids=[3], output_kind=OutputKind.DELTA)
 
+LOGPROBS = TokenLogprobs(2, b"\x01\0\0\0" * 2, b"\0\0\x80\xbf" * 2, b"\x01\0\0\0")
+
 TO_ENGINE = [
     AddRequest("r-1", [1, 2], PARAMS, 12.5, priority=3, cache_salt="s", features=[MultimodalFeature("d", 1, 2)]),
     Abort(["r-1", "r-2"]),
@@ -43,7 +46,17 @@ TO_ENGINE = [
 OTHERS: list[tuple[Any, Any]] = [
     (
         EngineOutputs(
-            [EngineOutput("r-1", [5], FinishReason.STOP, stop_reason=5, num_cached_tokens=16)],
+            [
+                EngineOutput(
+                    "r-1",
+                    [5],
+                    FinishReason.STOP,
+                    stop_reason=5,
+                    num_cached_tokens=16,
+                    logprobs=LOGPROBS,
+                    prompt_logprobs=LOGPROBS,
+                )
+            ],
             SchedulerStats(step=9, running=2),
             CallReply(7, {"a": [1]}),
         ),
@@ -64,7 +77,12 @@ OTHERS: list[tuple[Any, Any]] = [
         ),
         SchedulerOutput,
     ),
-    (ModelRunnerOutput({"r-1": [5], "r-2": []}, {"r-3": "no logits"}), ModelRunnerOutput),
+    (
+        ModelRunnerOutput(
+            {"r-1": [5], "r-2": []}, {"r-3": "no logits"}, {"r-1": LOGPROBS}, {"r-2": PromptChunk(4, LOGPROBS)}
+        ),
+        ModelRunnerOutput,
+    ),
 ]
 
 

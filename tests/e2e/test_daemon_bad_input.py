@@ -108,6 +108,28 @@ async def test_bodies_that_are_not_a_request(daemon: Daemon, path: str, raw: byt
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": False, "stream_options": {}}, "stream_options"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"n": 2**31}, "n"),
+        ({"n": "1"}, "n"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"logit_bias": {"one": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {str(token_id): 1 for token_id in range(301)}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"repetition_detection": {"max_pattern_size": 0}}, "repetition_detection"),
+        ({"repetition_detection": {"max_pattern_size": 4000, "min_count": 4000}}, "repetition_detection"),
         ({"model": ""}, "model"),
         ({"model": None}, "model"),
         ({"model": 3}, "model"),
@@ -119,23 +141,12 @@ async def test_fields_out_of_range(daemon: Daemon, fields: dict[str, Any], param
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("n", 2),
-    ("n", 2**31),
-    ("n", 0),
-    ("n", "1"),
     ("best_of", 4),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("min_p", 0.1),
-    ("logit_bias", {"1": -100}),
+    ("use_beam_search", True),
+    ("length_penalty", 0.5),
     ("prompt_embeds", "AAAA"),
-    ("prompt_logprobs", 0),
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a+"}),
-    ("guided_json", {}),
-    ("logprobs", True),
-    ("logprobs", 5),
+    ("response_format", {"type": "yaml"}),
+    ("structured_outputs", {"xml": "a+"}),
 ]
 
 
@@ -152,7 +163,6 @@ async def test_what_is_known_and_not_built(daemon: Daemon, name: str, value: Any
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("top_logprobs", 3),
         ("modalities", ["text", "audio"]),
         ("chat_template", "{{ x }}"),
         ("chat_template_kwargs", {"tokenize": True}),
@@ -162,6 +172,24 @@ async def test_what_is_known_and_not_built(daemon: Daemon, name: str, value: Any
 )
 async def test_what_chat_knows_and_does_not_do(daemon: Daemon, name: str, value: Any) -> None:
     await check_refusal(daemon, await daemon.chat(**{name: value}), 400, "unsupported_value", name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+    ],
+)
+async def test_logprobs_of_chats_out_of_range(daemon: Daemon, fields: dict[str, Any], param: str) -> None:
+    await check_refusal(daemon, await daemon.chat(**fields), 400, param=param)
+
+
+@pytest.mark.parametrize("value", [True, 21, -1, "5"])
+async def test_logprobs_of_completions_out_of_range(daemon: Daemon, value: Any) -> None:
+    await check_refusal(daemon, await daemon.complete(logprobs=value), 400, param="logprobs")
 
 
 async def test_completions_know_suffix_and_do_not_do_it(daemon: Daemon) -> None:
@@ -218,7 +246,7 @@ async def test_a_missing_field_is_named(daemon: Daemon) -> None:
     await check_refusal(daemon, await daemon.http.post(COMPLETIONS, json={"prompt": "x"}), 400, param="model")
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 9}, {"n": 3}, {"model": "nope"}])
+@pytest.mark.parametrize("fields", [{"temperature": 9}, {"n": 99}, {"model": "nope"}])
 async def test_streams_are_refused_before_they_start(daemon: Daemon, fields: dict[str, Any]) -> None:
     response = await daemon.chat(stream=True, **fields)
     assert response.status_code in (400, 404)

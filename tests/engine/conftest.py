@@ -15,7 +15,10 @@ from inferd.engine.config import (
     ParallelConfig,
     RopeConfig,
     SchedulerConfig,
+    SchedulingPolicy,
 )
+from inferd.engine.core.admission import AdmissionGate
+from inferd.engine.core.grammar import GrammarManager
 from inferd.engine.core.kv.hashing import make_block_hasher
 from inferd.engine.core.kv.manager import KVCacheManager
 from inferd.engine.core.kv.spec import KVCacheConfig, KVCacheGroup, KVSpec
@@ -30,7 +33,8 @@ from inferd.engine.testing.fake_executor import FakeExecutor
 @pytest.fixture(scope="session")
 def make_add() -> Callable[..., AddRequest]:
     def make(request_id: str = "a", prompt: Sequence[int] = (5, 6, 7), **params: Any) -> AddRequest:
-        extra = {name: params.pop(name) for name in ("cache_salt", "features", "priority") if name in params}
+        names = ("cache_salt", "features", "priority", "client", "lane")
+        extra = {name: params.pop(name) for name in names if name in params}
         return AddRequest(request_id, list(prompt), SamplingParams(**params), 0.0, **extra)
 
     return make
@@ -84,10 +88,14 @@ def make_scheduler(make_kv: Callable[..., KVCacheManager]) -> Callable[..., Sche
         max_model_len: int = 64,
         share_prefix_attention: bool = True,
         eos_token_ids: Sequence[int] = (2,),
+        policy: SchedulingPolicy = "fair",
+        long_prefill_token_threshold: int = 0,
+        gates: Sequence[AdmissionGate] = (),
         **kv: Any,
     ) -> Scheduler:
-        config = SchedulerConfig(max_num_seqs, budget, max_model_len, share_prefix_attention)
-        return Scheduler(config, make_kv(max_model_len=max_model_len, **kv), eos_token_ids)
+        limits = (max_num_seqs, budget, max_model_len, share_prefix_attention, policy, long_prefill_token_threshold)
+        kv_manager = make_kv(max_model_len=max_model_len, **kv)
+        return Scheduler(SchedulerConfig(*limits), kv_manager, eos_token_ids, gates)
 
     return make
 
@@ -107,13 +115,14 @@ def make_core_config() -> Callable[..., EngineConfig]:
         share_prefix_attention: bool = True,
         vocab_size: int = 97,
         seed: int = 0,
+        **scheduler: Any,
     ) -> EngineConfig:
         return EngineConfig(
             model=_model(vocab_size, max_model_len),
             cache=CacheConfig(
                 block_size, hash_block_size, enable_prefix_caching, num_blocks, kv_cache_bytes, 0.9, "float32"
             ),
-            scheduler=SchedulerConfig(max_num_seqs, budget, max_model_len, share_prefix_attention),
+            scheduler=SchedulerConfig(max_num_seqs, budget, max_model_len, share_prefix_attention, **scheduler),
             parallel=ParallelConfig(),
             device="cpu",
             dtype="float32",
@@ -132,10 +141,16 @@ def make_core_config() -> Callable[..., EngineConfig]:
 def make_core(make_core_config: Callable[..., EngineConfig]) -> Callable[..., EngineCore]:
     """An `EngineCore` over the given executor, a `FakeExecutor` by default."""
 
-    def make(*, executor: FakeExecutor | None = None, hash_seed: bytes = b"", **config: Any) -> EngineCore:
+    def make(
+        *,
+        executor: FakeExecutor | None = None,
+        hash_seed: bytes = b"",
+        grammar: GrammarManager | None = None,
+        **config: Any,
+    ) -> EngineCore:
         engine_config = make_core_config(**config)
         executor = executor or FakeExecutor(block_size=engine_config.cache.block_size)
-        return EngineCore(engine_config, executor, hash_seed=hash_seed)
+        return EngineCore(engine_config, executor, hash_seed=hash_seed, grammar=grammar)
 
     return make
 

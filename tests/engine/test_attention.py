@@ -16,7 +16,7 @@ from inferd.engine.attention.base import AttentionBackend, BatchGeometry
 from inferd.engine.attention.context import ForwardContext, current, forward_context
 from inferd.engine.attention.select import choose
 from inferd.engine.attention.torch import TorchBackend
-from inferd.engine.core.kv.spec import KVSpec
+from inferd.engine.core.kv.spec import KVSpec, SlidingWindowSpec
 from inferd.engine.errors import ConfigError
 from inferd.kernels.common.ops import KernelUnavailable
 from inferd.kernels.select import build_ops, torch_ops
@@ -201,9 +201,9 @@ def test_a_short_shared_prefix_is_not_worth_a_call() -> None:
 
 
 def replace_prefix(ops: Any, calls: list[int]) -> Any:
-    def prefix_attend(q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def prefix_attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         calls.append(len(q))
-        return ops.prefix_attend(q, kv_cache, block_ids, scale)
+        return ops.prefix_attend(q, *rest)
 
     return replace(ops, prefix_attend=prefix_attend)
 
@@ -215,7 +215,9 @@ def test_queries_inside_of_a_shared_prefix_are_refused() -> None:
 
 
 class Refusing(TorchBackend):
-    def supports(self, spec: KVSpec, device: torch.device, window: int | None) -> str | None:
+    def supports(
+        self, spec: KVSpec, device: torch.device, window: int | None, softcap: float | None = None
+    ) -> str | None:
         return None if window is None else f"no window of {window}"
 
 
@@ -227,13 +229,14 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 SPEC = KVSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32")
+WINDOWED = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32", window=5)
 
 
 @pytest.mark.usefixtures("backends")
 def test_the_first_backend_that_serves_every_layer_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "inferd.engine.attention.select")
-    assert isinstance(choose("auto", torch_ops("test"), SPEC, CPU), Refusing)
-    chosen = choose("auto", torch_ops("test"), SPEC, CPU, (None, 5))
+    assert isinstance(choose("auto", torch_ops("test"), [SPEC], CPU), Refusing)
+    chosen = choose("auto", torch_ops("test"), [SPEC, WINDOWED], CPU)
     assert not isinstance(chosen, Refusing)
     assert "no window of 5" in caplog.text
 
@@ -241,9 +244,9 @@ def test_the_first_backend_that_serves_every_layer_is_chosen(caplog: pytest.LogC
 @pytest.mark.usefixtures("backends")
 def test_an_explicit_backend_that_cannot_serve_is_an_error_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="picky: no window of 5"):
-        choose("picky", torch_ops("test"), SPEC, CPU, (5,))
+        choose("picky", torch_ops("test"), [WINDOWED], CPU)
     with pytest.raises(ConfigError, match=r"'flash' is unknown.*auto, picky, torch"):
-        choose("flash", torch_ops("test"), SPEC, CPU)
+        choose("flash", torch_ops("test"), [SPEC], CPU)
 
 
 def test_kv_cache_shape_fits_the_spec() -> None:

@@ -10,6 +10,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def make_client(
         elif request.param == "process":
             made.append(MPClient(args, run_dir))
         else:
-            made.append(FromOrdinaryCode(args, run_dir))
+            made.append(FromOrdinaryCode(replace(args, async_scheduling=True), run_dir))
         return made[-1]
 
     yield make
@@ -209,6 +210,37 @@ def test_control_calls(make_client: MakeClient) -> None:
         client.call("no_such_call")
     with pytest.raises(EngineError, match="stats"):
         client.call("stats", "one argument too many")
+
+
+@pytest.mark.parametrize(("mode", "length"), [("wait", 8), ("abort", 0)])
+def test_a_pause_is_answered_when_what_it_waits_for_is_done(make_client: MakeClient, mode: str, length: int) -> None:
+    client = make_client(delay_s=0.01)
+    client.add(make_add("before"))
+    if mode == "wait":
+        client.get_outputs(30.0)  # it has begun
+        length -= 1
+    assert client.call("pause", mode) is True
+    client.add(make_add("after"))
+    assert client.call("is_paused") is True
+    assert client.call("stats")["waiting"] == 1
+    assert client.call("stats")["running"] == 0
+    before = finish(client, "before")["before"]
+    assert client.call("resume") is True
+    assert len(finish(client, "after")["after"].new_token_ids) == 8
+    assert before.finish_reason is (FinishReason.LENGTH if mode == "wait" else FinishReason.ABORT)
+    assert len(before.new_token_ids) == length or mode == "abort"
+
+
+async def test_a_paused_engine_ends_in_order(make_args: Callable[..., EngineArgs], run_dir: Path) -> None:
+    """What it was told to keep is aborted, and nobody waits for it."""
+    client = await AsyncMPClient.start(make_args(), run_dir)
+    await client.call("pause", "keep")
+    await client.add(make_add("kept"))
+    await client.call("stats")
+    stopping = asyncio.create_task(client.shutdown(drain_s=600.0))
+    assert [output.finish_reason for output in (await client.get_outputs()).outputs] == [FinishReason.ABORT]
+    await stopping
+    assert "exit code 0" in str(client.death)
 
 
 def test_outputs_that_come_during_a_call_are_kept(make_client: MakeClient) -> None:

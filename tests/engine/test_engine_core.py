@@ -129,10 +129,11 @@ class TestRequests:
             ({"stop_token_ids": [97]}, InvalidRequest, "stop_token_ids"),
             ({"features": [MultimodalFeature("cat", 0, 1)]}, NotSupported, "features"),
             ({"priority": 1}, NotSupported, "priority"),
+            ({"lane": "fast"}, InvalidRequest, "lane"),
         ],
     )
     def test_a_bad_request_is_refused_and_leaves_no_trace(self, make_core, make_add, add, error, param):
-        core = make_core()
+        core = make_core(policy="fcfs")
         with pytest.raises(error) as raised:
             core.add(make_add("a", **add))
         assert raised.value.param == param
@@ -204,7 +205,7 @@ class TestCalls:
     def test_only_listed_names_can_be_called(self, make_core, method):
         executor = FakeExecutor()
         reply = make_core(executor=executor).call(Call(1, method))
-        assert reply.error == f"unknown call {method!r}; there are: reset_prefix_cache, stats"
+        assert reply.error == f"unknown call {method!r}; there are: is_paused, pause, reset_prefix_cache, resume, stats"
         assert not executor.is_shut_down
 
     def test_a_failing_call_is_the_callers_error(self, make_core):

@@ -176,7 +176,7 @@ def test_a_foreign_tensor_is_named(tmp_path: Path, extra: str, message: str) -> 
 @pytest.mark.parametrize(
     ("metadata", "config", "message"),
     [
-        (tiny_metadata("gemma3"), {}, "'gemma3' is not supported; supported: llama, qwen2, qwen3"),
+        (tiny_metadata("phi3"), {}, "'phi3' is not supported; supported: gemma2, gemma3, llama, qwen2, qwen3"),
         (tiny_metadata(split__count=3), {}, "one of 3 parts is not supported"),
         (tiny_metadata(), {"num_layers": 3}, "layers: config.json says 3, the file 2"),
         (tiny_metadata(), {"num_heads": 8}, "heads: config.json says 8, the file 4"),

@@ -19,6 +19,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -54,6 +56,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -95,8 +102,11 @@ def gguf_tensors(model: PreTrainedModel, architecture: str) -> dict[str, np.ndar
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        for theirs, ours in NAMES.items():
+        is_gemma = architecture.startswith("gemma")
+        for theirs, ours in (NAMES | (GEMMA_NAMES if is_gemma else {})).items():
             name = name.replace(theirs, ours)
+        if is_gemma and name.endswith("norm.weight"):
+            tensor = tensor + 1
         num_heads = heads.get(name.split(".")[-2])
         if architecture == "llama" and num_heads:
             halves = tensor.view(num_heads, 2, -1, *tensor.shape[1:])
@@ -116,6 +126,37 @@ def rope_factors(head_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 CHECKPOINTS: dict[str, tuple[str, PretrainedConfig, dict[str, Any]]] = {
+    "gemma2": (
+        "gemma2",
+        Gemma2Config(**SIZES, head_dim=8, sliding_window=5, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+        {
+            "gemma2__attention__key_length": 8,
+            "gemma2__attention__sliding_window": 5,
+            "gemma2__attn_logit_softcapping": 2.0,
+            "gemma2__final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 7},
+            head_dim=8,
+            sliding_window=5,
+            query_pre_attn_scalar=8,
+            rope_parameters={
+                "full_attention": LINEAR_ROPE | {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        {
+            "gemma3__block_count": 7,
+            "gemma3__attention__key_length": 8,
+            "gemma3__attention__sliding_window": 5,
+            "gemma3__rope__freq_base": 1000000.0,
+            "gemma3__rope__scaling__type": "linear",
+            "gemma3__rope__scaling__factor": 2.0,
+        },
+    ),
     "llama, tied": ("llama", LlamaConfig(**SIZES, tie_word_embeddings=True), {}),
     "llama, untied": ("llama", LlamaConfig(**SIZES, tie_word_embeddings=False), {}),
     "llama, biases": ("llama", LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), {}),
@@ -150,7 +191,8 @@ def test_an_imported_model_computes_what_the_original_does(tmp_path: Path, case:
     source = write_gguf(tmp_path / "model.gguf", tiny_metadata(architecture, **changes), tensors)
     import_file(source, tmp_path)
 
-    again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).float().eval()
+    config_again = AutoConfig.from_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_config(config_again, dtype=torch.float32).eval()
     assert type(again) is type(model)
     weights = dict(iterate_gguf(source, read_model_config(tmp_path), torch.float32))
     missing, unexpected = again.load_state_dict(weights, strict=False)
@@ -160,6 +202,23 @@ def test_an_imported_model_computes_what_the_original_does(tmp_path: Path, case:
     ids = torch.arange(3, 27).view(1, -1)
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "scalar"),
+    [("gemma2", 26, 8), ("gemma2", 46, 16), ("gemma3", 46, 8), ("gemma3", 62, 16)],
+)
+def test_the_largest_gemmas_scale_scores_by_their_hidden_size(
+    tmp_path: Path, architecture: str, num_layers: int, scalar: int
+) -> None:
+    changes = {
+        f"{architecture}__block_count": num_layers,
+        f"{architecture}__embedding_length": 64,
+        f"{architecture}__attention__key_length": 8,
+        f"{architecture}__attention__sliding_window": 5,
+    }
+    import_file(write_gguf(tmp_path / "model.gguf", tiny_metadata(architecture, **changes), tiny_tensors()), tmp_path)
+    assert read_model_config(tmp_path).attention_scale == scalar**-0.5
 
 
 def test_folder_is_complete_and_in_hugging_faces_terms(tmp_path: Path) -> None:
@@ -195,11 +254,12 @@ def test_whatever_ends_a_turn_ends_an_answer(tmp_path: Path, changes: dict[str, 
 
 
 UNSUPPORTED = {
-    "architecture": (tiny_metadata("phi3"), "'phi3' is not supported; supported: llama, qwen2, qwen3"),
+    "architecture": (tiny_metadata("phi3"), "'phi3' is not supported; supported: gemma2, gemma3, llama, qwen2, qwen3"),
     "experts": (tiny_metadata(llama__expert_count=8), r"llama\.expert_count: 8 is not supported"),
     "rope": (tiny_metadata(llama__rope__scaling__type="yarn"), "'yarn' is not supported; supported: none, linear"),
     "partial rope": (tiny_metadata(llama__rope__dimension_count=4), "other than the head size 8 is not supported"),
     "window": (tiny_metadata("qwen2", qwen2__attention__sliding_window=8), "not supported for this architecture"),
+    "no window": (tiny_metadata("gemma3"), r"gemma3\.attention\.sliding_window: must be an integer, but is missing"),
     "encoder": (tiny_metadata(llama__attention__causal=False), r"causal: False is not supported"),
     "no layers": (tiny_metadata(llama__block_count=0), "block_count: must be positive"),
     "no size": (tiny_metadata(llama__embedding_length=None), "embedding_length: must be an integer, but is missing"),

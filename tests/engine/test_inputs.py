@@ -11,7 +11,7 @@ import torch
 from inferd.engine.core.output import KnownRequests, NewRequest, SchedulerOutput, SharedPrefix
 from inferd.engine.errors import EngineError
 from inferd.engine.params import SamplingParams
-from inferd.engine.worker.inputs import StepInputs, dummy_inputs, prepare_inputs
+from inferd.engine.worker.inputs import StepInputs, StepLayout, dummy_layout, lay_out_step, to_inputs
 from inferd.engine.worker.rows import InputBatch
 
 CPU = torch.device("cpu")
@@ -42,16 +42,18 @@ def make_case(random_: random.Random, num_scheduled: int | None = None) -> Case:
 
 def prepare(
     cases: dict[str, Case], scheduled: list[str] | None = None, shared: list[SharedPrefix] | None = None
-) -> StepInputs:
-    batch = InputBatch(32, 256, BLOCK_SIZES, ())
+) -> tuple[StepLayout, StepInputs]:
+    batch = InputBatch(32, 256, BLOCK_SIZES)
     for request_id, case in cases.items():
         batch.add(NewRequest(request_id, case.token_ids, 1, SamplingParams(), 0, case.block_ids, case.num_computed))
     counts = {request_id: cases[request_id].num_scheduled for request_id in (scheduled or list(cases))}
     output = SchedulerOutput(1, [], KnownRequests(), counts, sum(counts.values()), shared or [], [], [])
-    return prepare_inputs(batch, output, CPU)
+    layout = lay_out_step(batch, output)
+    return layout, to_inputs(layout, CPU)
 
 
-def check(inputs: StepInputs, cases: dict[str, Case], scheduled: list[str]) -> None:
+def check(prepared: tuple[StepLayout, StepInputs], cases: dict[str, Case], scheduled: list[str]) -> None:
+    layout, inputs = prepared
     order = sorted(scheduled, key=lambda request_id: cases[request_id].num_scheduled > 1)  # stable
     rows = list(cases)  # nobody left: rows are in order of arrival
     token_ids, positions, logits_indices, sampled_rows = [], [], [], []
@@ -66,7 +68,8 @@ def check(inputs: StepInputs, cases: dict[str, Case], scheduled: list[str]) -> N
     assert inputs.token_ids.tolist() == token_ids
     assert inputs.positions.tolist() == positions
     assert inputs.logits_indices.tolist() == logits_indices
-    assert inputs.sampled_rows.tolist() == sampled_rows
+    assert layout.sampled_rows.tolist() == sampled_rows
+    assert layout.is_decode == all(cases[request_id].num_scheduled == 1 for request_id in order)
     assert inputs.token_ids.dtype == inputs.positions.dtype == inputs.logits_indices.dtype == torch.int64
     for group, (geometry, size) in enumerate(zip(inputs.geometries, BLOCK_SIZES, strict=True)):
         assert geometry.query_lens == [cases[request_id].num_scheduled for request_id in order]
@@ -96,7 +99,7 @@ def test_shared_prefixes_name_the_rows_of_the_step() -> None:
     blocks = (list(range(1, 12)), list(range(1, 4)))
     one, many = Case(list(range(40)), 39, 1, blocks), Case(list(range(40)), 20, 5, blocks)
     cases = {"a": one, "b": many, "c": one, "d": one}
-    inputs = prepare(cases, ["d", "b", "a"], [SharedPrefix(3, ["b", "a"])])
+    _, inputs = prepare(cases, ["d", "b", "a"], [SharedPrefix(3, ["b", "a"])])
     assert inputs.geometries[0].query_lens == [1, 1, 5]  # d, a, b: those with one token first
     assert inputs.geometries[0].shared_prefixes == [(3, [1, 2])]
     with pytest.raises(EngineError, match="'c' shares a prefix but was not scheduled"):
@@ -106,7 +109,7 @@ def test_shared_prefixes_name_the_rows_of_the_step() -> None:
 def test_the_schedule_may_not_run_ahead_of_the_rows() -> None:
     unknown = SchedulerOutput(1, [], KnownRequests(), {"b": 1}, 1, [], [], [])
     with pytest.raises(EngineError, match="'b', which it does not hold"):
-        prepare_inputs(InputBatch(4, 256, BLOCK_SIZES, ()), unknown, CPU)
+        lay_out_step(InputBatch(4, 256, BLOCK_SIZES), unknown)
     with pytest.raises(EngineError, match="'a' was scheduled up to token 4, the worker knows 3"):
         prepare({"a": Case([1, 2, 3], 2, 2, ([7], [8]))})
     with pytest.raises(EngineError, match="'a' was scheduled beyond its 1 blocks"):
@@ -115,10 +118,14 @@ def test_the_schedule_may_not_run_ahead_of_the_rows() -> None:
 
 @pytest.mark.parametrize("query_lens", [[1], [20, 9, 1, 1], [1, 1, 1]])
 def test_dummy_inputs_store_nothing_and_read_block_0(query_lens: list[int]) -> None:
-    inputs = dummy_inputs(query_lens, BLOCK_SIZES, CPU)
+    inputs = to_inputs(dummy_layout(query_lens, BLOCK_SIZES), CPU)
     for geometry, size in zip(inputs.geometries, BLOCK_SIZES, strict=True):
         assert geometry.query_lens == geometry.seq_lens == query_lens
         assert geometry.slots.tolist() == [-1] * sum(query_lens)
         assert geometry.block_tables.shape == (len(query_lens), -(-max(query_lens) // size))
         assert not geometry.block_tables.any()
     assert (inputs.positions[inputs.logits_indices] + 1).tolist() == query_lens
+    later = to_inputs(dummy_layout(query_lens, BLOCK_SIZES, context=30), CPU)
+    assert later.positions.tolist() == (inputs.positions + 30).tolist()
+    assert later.geometries[0].seq_lens == [length + 30 for length in query_lens]
+    assert later.geometries[0].block_tables.shape[1] == -(-(max(query_lens) + 30) // BLOCK_SIZES[0])

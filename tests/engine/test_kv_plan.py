@@ -45,12 +45,6 @@ def test_no_room_at_all(available_bytes):
         plan_kv_cache(TWO_LAYERS, available_bytes=available_bytes, max_model_len=16)
 
 
-def test_layers_of_two_kinds_are_refused():
-    other = KVSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="bfloat16")
-    with pytest.raises(NotSupported, match="num_kv_heads=1"):
-        plan_kv_cache({"layers.0": SPEC, "layers.1": other}, available_bytes=10**6, max_model_len=16)
-
-
 def test_a_model_without_kv_is_refused():
-    with pytest.raises(NotSupported, match="none"):
+    with pytest.raises(NotSupported, match="keeps no keys and values"):
         plan_kv_cache({}, available_bytes=10**6, max_model_len=16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inferd.engine.config import RopeConfig
-from inferd.engine.errors import ConfigError, NotSupported
+from inferd.engine.errors import ConfigError
 from inferd.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from inferd.engine.layers.linear import (
     ColumnParallelLinear,
@@ -45,11 +45,6 @@ def loaded(layer: WeightLayer, **tensors: Tensor) -> WeightLayer:
         layer.weight_loader(name, tensor, shard or None)
     layer.prepare()
     return layer
-
-
-def test_more_than_one_rank_is_refused() -> None:
-    with pytest.raises(NotSupported, match="tensor_parallel_size=2"):
-        TensorParallel(0, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

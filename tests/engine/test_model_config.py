@@ -107,6 +107,57 @@ def test_qwen_takes_its_window_only_when_switched_on(read: Read) -> None:
     assert read(architectures=["MistralForCausalLM"], sliding_window=128).sliding_window == 128
 
 
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, [8, 8, 8, 8]),
+        ({"architectures": ["Gemma2ForCausalLM"]}, [8, None, 8, None]),
+        ({"architectures": ["Gemma3ForCausalLM"]}, [8, 8, 8, 8]),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3}, [8, 8, None, 8]),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"] * 2}, None),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"] * 4}, [None] * 4),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 3},
+            [None, None, None, 8],
+        ),
+    ],
+)
+def test_which_layers_have_a_window(read: Read, fields: dict[str, Any], windows: list[int | None] | None) -> None:
+    config = read(**fields, num_hidden_layers=4, sliding_window=8)
+    assert [config.window_of(layer) for layer in range(4)] == (windows or [None, 8, None, 8])
+
+
+def test_gemma_of_both_generations(read: Read) -> None:
+    old = read(
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window=8,
+        sliding_window_pattern=2,
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        query_pre_attn_scalar=64,
+    )
+    new = read(
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+        query_pre_attn_scalar=64,
+    )
+    assert old == new
+    assert new.rope_of(0) == RopeConfig(theta=2e4)
+    assert new.rope_of(1) == RopeConfig(theta=5e5, scaling="linear", factor=8.0)
+    assert (new.attention_scale, new.attention_softcap, new.logit_softcap) == (0.125, None, None)
+    assert (new.head_size, new.activation, new.tie_embeddings) == (256, "gelu_tanh", True)
+    bare = read(architectures=["Gemma3ForCausalLM"])
+    assert (bare.rope, bare.windowed_rope, bare.attention_scale) == (RopeConfig(1e6), RopeConfig(1e4), 1 / 16)
+    second = read(architectures=["Gemma2ForCausalLM"], final_logit_softcapping=None)
+    assert (second.attention_softcap, second.logit_softcap, second.windowed_rope) == (50.0, None, None)
+
+
 def test_qwen2_has_biases_on_q_k_v_only(read: Read) -> None:
     config = read(architectures=["Qwen2ForCausalLM"])
     assert config.attention_bias
@@ -116,7 +167,7 @@ def test_qwen2_has_biases_on_q_k_v_only(read: Read) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "supported: LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "supported: .*LlamaForCausalLM"),
         ({"architectures": []}, "architectures"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": -1}, "hidden_size"),
@@ -128,15 +179,12 @@ def test_qwen2_has_biases_on_q_k_v_only(read: Read) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"dtype": "float8"}, "dtype"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 64,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            "with and without a window",
-        ),
+        ({"layer_types": ["full_attention"]}, "each of 2 layers"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, r"linear_attention.*\(recurrent state\)"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, r"chunked_attention.*chunked local attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 2.0}}}, "by type of layer"),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"eos_token_id": "x"}, "eos_token_id"),
     ],
 )

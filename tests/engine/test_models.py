@@ -51,13 +51,24 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+FULL = "full_attention"
+GEMMA = dict(sliding_window=5, query_pre_attn_scalar=17)
+GEMMA3_ROPES = {
+    FULL: dict(rope_type="linear", rope_theta=900.0, factor=4.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=200.0),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", GEMMA | dict(attn_logit_softcapping=3.0, final_logit_softcapping=2.0)),
+    "gemma2-uncapped": ("Gemma2", GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=2.0)),
+    "gemma3": ("Gemma3", GEMMA | dict(rope_parameters=GEMMA3_ROPES, layer_types=["sliding_attention"] * 2 + [FULL])),
+    "gemma3-pattern": ("Gemma3", GEMMA | dict(num_hidden_layers=6)),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
     "llama-biases": ("Llama", dict(head_dim=20, attention_bias=True, mlp_bias=True)),
     "llama-one-kv-head": ("Llama", dict(num_attention_heads=3, num_key_value_heads=1, head_dim=6)),
     "llama3-rope": ("Llama", dict(rope_parameters=LLAMA3_ROPE)),
     "linear-rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=3.0))),
     "mistral-window": ("Mistral", dict(sliding_window=5)),
+    "qwen2-some-windows": ("Qwen2", dict(sliding_window=5, use_sliding_window=True, max_window_layers=1)),
     "mistral-no-window": ("Mistral", dict(sliding_window=None)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),
@@ -68,9 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(case: str, folder: Path) -> Any:
     """A random transformers model with every parameter off its neutral value, saved as safetensors."""
     family, changes = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**{**LLAMA, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")
+    config = model.config_class(**{**LLAMA, **changes})
     torch.manual_seed(7)
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    reference = model(config).eval().float()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
@@ -142,7 +154,7 @@ def test_equals_transformers(case: str, tmp_path: Path, ops: Ops) -> None:
         torch.testing.assert_close(row, reference_logits(reference, prompt), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama-tied", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-tied", "mistral-window", "qwen3", "gemma2", "gemma3"])
 def test_chunks_equal_the_whole(case: str, tmp_path: Path, ops: Ops) -> None:
     reference = make_reference(case, tmp_path)
     model = load_model(make_config(tmp_path), ops, CPU)
@@ -186,7 +198,7 @@ def load_stage(config: EngineConfig, ops: Ops, layers: range) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize("case", ["llama-tied", "llama-biases"])
+@pytest.mark.parametrize("case", ["llama-tied", "llama-biases", "gemma3"])
 def test_stages_equal_the_whole(case: str, tmp_path: Path, ops: Ops) -> None:
     reference = make_reference(case, tmp_path)
     config = make_config(tmp_path)

@@ -12,7 +12,8 @@ import pytest
 from inferd.engine.errors import EngineDeadError, RequestFailed
 from inferd.engine.frontend.detokenize import ByteLevelDecoder
 from inferd.engine.frontend.inputs import InputProcessor, PreparedRequest
-from inferd.engine.frontend.outputs import OutputProcessor, RequestOutput, RequestOutputCollector
+from inferd.engine.frontend.outputs import RequestOutput, RequestOutputCollector
+from inferd.engine.frontend.processor import OutputProcessor
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import EngineOutput, FinishReason
 from inferd.engine.params import OutputKind, SamplingParams

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferd.engine.core.repetition import ends_in_repetition
 from inferd.engine.errors import InvalidRequest
-from inferd.engine.params import SamplingParams
+from inferd.engine.params import RepetitionDetection, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,27 @@ from inferd.engine.params import SamplingParams
         ("stop", ["x" * 256], ["x" * 257]),
         ("stop", "one string", [""]),
         ("stop_token_ids", [0], [-1]),
+        ("n", 128, 129),
+        ("n", 1, 0),
+        ("min_p", 1.0, 1.01),
+        ("min_p", 0, -0.1),
+        ("presence_penalty", -2.0, -2.1),
+        ("frequency_penalty", 2, 2.1),
+        ("repetition_penalty", 0.1, 0.0),
+        ("repetition_penalty", 100.0, 101.0),
+        ("logit_bias", {0: -100.0, 5: 100}, {5: 100.5}),
+        ("logit_bias", {2**31 - 1: 0.0}, {2**31: 0.0}),
+        ("logit_bias", dict.fromkeys(range(300), 1.0), dict.fromkeys(range(301), 1.0)),
+        ("logit_bias", {}, {1: math.nan}),
+        ("allowed_token_ids", [0], []),
+        ("allowed_token_ids", None, [-1]),
+        ("bad_words", ["no"], ["  "]),
+        ("bad_words", ["x"] * 256, ["x"] * 257),
+        ("bad_words_token_ids", [[1, 2]], [[-1]]),
+        ("logprobs", 0, -2),
+        ("logprobs", 20, 21),
+        ("logprobs", -1, 1.5),
+        ("prompt_logprobs", -1, 21),
     ],
 )
 def test_limits(field: str, good: Any, bad: Any) -> None:
@@ -56,7 +78,34 @@ def test_min_tokens_fits_max_tokens() -> None:
         SamplingParams(min_tokens=6, max_tokens=5)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (dict(max_pattern_size=1), dict(max_pattern_size=0)),
+        (dict(max_pattern_size=2, min_pattern_size=2), dict(max_pattern_size=2, min_pattern_size=3)),
+        (dict(max_pattern_size=2, min_count=2), dict(max_pattern_size=2, min_count=1)),
+        (dict(max_pattern_size=512, min_count=8), dict(max_pattern_size=513, min_count=8)),
+    ],
+)
+def test_repetition_detection(good: dict[str, int], bad: dict[str, int]) -> None:
+    RepetitionDetection(**good)
+    with pytest.raises(InvalidRequest) as caught:
+        RepetitionDetection(**bad)
+    assert caught.value.param == "repetition_detection"
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.integers(1, 3), st.integers(0, 3), st.integers(2, 4))
+def test_repetition_is_found_where_it_is(token_ids: list[int], low: int, more: int, count: int) -> None:
+    wanted = RepetitionDetection(max_pattern_size=low + more, min_pattern_size=low, min_count=count)
+    found = any(
+        len(token_ids) >= size * count and token_ids[-size * count :] == token_ids[-size:] * count
+        for size in range(low, low + more + 1)
+    )
+    assert ends_in_repetition([9, 9, *token_ids], len(token_ids), wanted) == found
+
+
 def test_normal_forms() -> None:
+    assert SamplingParams(seed=-1).seed is None
     assert SamplingParams(stop="end").stop == ["end"]
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(temperature=1e-6).greedy
@@ -68,6 +117,10 @@ def test_normal_forms() -> None:
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(-1, 2**31 - 1),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
+    logprobs=st.none() | st.integers(-1, 20),
+    extra_args=st.none() | st.dictionaries(st.text("abc", max_size=3), st.integers(0, 9) | st.lists(st.booleans())),
+    repetition_detection=st.none() | st.builds(RepetitionDetection, st.integers(1, 9)),
     stop=st.lists(st.text(min_size=1, max_size=20).filter(lambda text: max(text) < "\ud800"), max_size=4),
 )
 def test_survives_the_wire(**fields: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,17 @@ def test_what_auto_becomes(
     assert config.scheduler.max_model_len == 512
 
 
+@pytest.mark.parametrize(
+    ("hardware", "wanted", "mode"),
+    [(CPU, "auto", "NONE"), (CUDA, "auto", "FULL_DECODE_ONLY"), (CUDA, "FULL", "FULL"), (CPU, "NONE", "NONE")],
+)
+def test_cuda_graphs_are_for_cards(folder: Path, hardware: Hardware, wanted: str, mode: str) -> None:
+    assert run(folder, hardware, cudagraph_mode=wanted).cudagraph_mode == mode
+
+
 def test_each_settled_auto_is_said(folder: Path) -> None:
     said = " ".join(run(folder).decisions)
-    for name in ("device=cpu", "dtype=bfloat16", "max_model_len=512", "max_num_seqs="):
+    for name in ("device=cpu", "dtype=bfloat16", "max_model_len=512", "max_num_seqs=", "cudagraph_mode=NONE"):
         assert name in said
     assert "dtype" not in " ".join(run(folder, dtype="float32").decisions)
 
@@ -61,6 +70,39 @@ def test_weights_decide_the_format(folder: Path) -> None:
     (folder / "model.gguf").touch()
     assert run(folder).load_format == "gguf"
     assert run(folder, load_format="dummy").load_format == "dummy"
+
+
+def test_ranks_have_a_process_each_and_share_the_processors(folder: Path) -> None:
+    alone, divided = run(folder), run(folder, tensor_parallel_size=2, step_timeout_s=5.0)
+    assert (alone.executor, alone.num_threads) == ("uniproc", 2)
+    assert (divided.executor, divided.num_threads) == ("multiproc", 1)
+    assert divided.parallel.step_timeout_s == 5.0
+    assert run(folder, tensor_parallel_size=4, num_threads=2).num_threads == 1
+    assert run(folder, executor="multiproc").num_threads == 2
+
+
+def test_ranks_that_cannot_be(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs a card for each rank, this machine has 1"):
+        run(folder, CUDA, tensor_parallel_size=2)
+    assert run(folder, dataclasses.replace(CUDA, num_cards=2), tensor_parallel_size=2).executor == "multiproc"
+    heads = dict(num_attention_heads=12, num_key_value_heads=4, head_dim=8, intermediate_size=132)
+    (folder / "config.json").write_text(json.dumps(json.loads(CONFIG) | heads))
+    with pytest.raises(ConfigError, match="num_kv_heads=4: one must be a multiple of the other"):
+        run(folder, tensor_parallel_size=6)
+
+
+def test_scheduling_options_reach_the_scheduler(folder: Path) -> None:
+    plain = run(folder).scheduler
+    assert (plain.policy, plain.long_prefill_token_threshold, plain.max_concurrent_batches) == ("fair", 0, 1)
+    options: dict[str, Any] = dict(
+        scheduling_policy="priority", long_prefill_token_threshold=512, async_scheduling=True
+    )
+    changed = run(folder, **options).scheduler
+    assert (changed.policy, changed.long_prefill_token_threshold, changed.max_concurrent_batches) == (
+        "priority",
+        512,
+        2,
+    )
 
 
 def test_config_is_frozen(folder: Path) -> None:
@@ -76,8 +118,17 @@ def test_config_is_frozen(folder: Path) -> None:
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"block_size": 24}, ConfigError, "block_size=24"),
         ({"memory_fraction": 1.5}, ConfigError, "memory_fraction"),
-        ({"tensor_parallel_size": 2}, NotSupported, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size must be at least 1"),
+        ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide this model's num_heads=4"),
+        ({"tensor_parallel_size": 2, "executor": "uniproc"}, ConfigError, "executor=uniproc runs one rank, not 2"),
+        ({"step_timeout_s": 0.0}, ConfigError, "step_timeout_s"),
+        ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy=lifo is not known; choose one of fair, fcfs"),
+        ({"long_prefill_token_threshold": -1}, ConfigError, "long_prefill_token_threshold must be 0"),
         ({"attention_backend": "FLASHINFER"}, ConfigError, "attention_backend=FLASHINFER"),
+        ({"cudagraph_mode": "PIECEWISE"}, NotSupported, "cudagraph_mode=PIECEWISE is not supported"),
+        ({"cudagraph_mode": "FULL_AND_PIECEWISE"}, NotSupported, "cudagraph_mode=FULL_AND_PIECEWISE"),
+        ({"cudagraph_mode": "full"}, ConfigError, "cudagraph_mode=full is not known"),
+        ({"cudagraph_mode": "FULL"}, ConfigError, "cudagraph_mode=FULL needs a CUDA device"),
     ],
 )
 def test_what_cannot_hold_is_named(folder: Path, options: dict[str, Any], error: type[Exception], named: str) -> None:

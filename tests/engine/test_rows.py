@@ -18,7 +18,6 @@ from inferd.engine.worker.rows import InputBatch
 MAX_NUM_SEQS = 12
 MAX_MODEL_LEN = 3000
 BLOCK_SIZES = (4, 16)  # two KV groups
-EOS = (2,)
 
 
 def new_request(request_id: str, num_tokens: int = 5, **changes: Any) -> NewRequest:
@@ -35,9 +34,7 @@ def new_request(request_id: str, num_tokens: int = 5, **changes: Any) -> NewRequ
 
 
 def make_batch(**changes: Any) -> InputBatch:
-    fields: dict[str, Any] = dict(
-        max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_sizes=BLOCK_SIZES, eos_token_ids=EOS
-    )
+    fields: dict[str, Any] = dict(max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_sizes=BLOCK_SIZES)
     return InputBatch(**(fields | changes))
 
 
@@ -97,8 +94,8 @@ class Fuzz:
             temperature=self.random.choice([0.0, 0.5, 1.25]),
             top_k=self.random.choice([0, 5]),
             top_p=self.random.choice([1.0, 0.5]),
-            min_tokens=self.random.choice([0, 2]),
-            stop_token_ids=self.random.choice([[], [9]]),
+            min_p=self.random.choice([0.0, 0.1]),
+            logprobs=self.random.choice([None, 0, 3]),
         )
 
     def blocks(self, count: int) -> list[int]:

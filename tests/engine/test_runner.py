@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from inferd.engine.config import EngineArgs, EngineConfig
 from inferd.engine.core.kv.spec import KVCacheConfig, KVCacheGroup, KVSpec
-from inferd.engine.core.output import KnownRequests, NewRequest, SchedulerOutput
-from inferd.engine.errors import ConfigError, EngineError, NotSupported
+from inferd.engine.core.output import GrammarBitmask, KnownRequests, NewRequest, SchedulerOutput
+from inferd.engine.errors import ConfigError, EngineError
 from inferd.engine.executor.uniproc import UniProcExecutor
 from inferd.engine.params import SamplingParams
 from inferd.engine.resolve import resolve
@@ -148,11 +149,23 @@ def test_halves_of_a_step_alternate(worker: Worker) -> None:
     worker.execute_model(step({"a": 3}, new=[new_request("a", [20, 21, 22], [1])]))
     with pytest.raises(RuntimeError, match="twice"):
         worker.execute_model(step({}))
-    with pytest.raises(NotSupported, match="bitmask"):
-        worker.sample_tokens(object())
     worker.sample_tokens()
     with pytest.raises(RuntimeError, match="without execute"):
         worker.sample_tokens()
+
+
+def test_a_bitmask_finds_its_rows(worker: Worker) -> None:
+    """Its rows are in the scheduler's order, for some of the requests, and may name one that is not sampled."""
+    new = [new_request(name, [20 + index], [1 + index]) for index, name in enumerate("abc")]
+    worker.execute_model(step({"a": 1, "b": 1, "c": 1}, new=new))
+    free = worker.sample_tokens().sampled_token_ids
+    words = np.zeros((3, 9), np.int32)
+    words[0, 1], words[1, 0], words[2, 8] = 1 << 3, 1 << 7, 1 << 15  # the only tokens: 35, 7, 271
+    again = [new_request(name + "2", [20 + index], [4 + index]) for index, name in enumerate("abc")]
+    worker.execute_model(step({"b2": 1, "a2": 1, "c2": 1}, new=again))
+    result = worker.sample_tokens(GrammarBitmask(["c2", "gone", "a2"], words))
+    assert result.sampled_token_ids == {"a2": [271], "b2": free["b"], "c2": [35]}
+    assert result.errors == {}
 
 
 def test_a_request_with_nan_logits_fails_alone(worker: Worker) -> None:
@@ -239,24 +252,43 @@ def test_given_kv_bytes_are_taken_as_they_are(make_config: MakeConfig) -> None:
     assert worker.available_kv_bytes() == 123_456
 
 
+ROPE_BYTES = 4 * 16  # a position of the tiny model's table
 SPEC = KVSpec(block_size=16, num_kv_heads=4, head_size=64, dtype="float32")
 
 
 def test_cpu_memory_for_keys_and_values(make_config: MakeConfig) -> None:
     """Never more than is free, than could be used, or than a program may quietly take from everyone's memory."""
     few = make_config(max_num_seqs=1, max_model_len=1024, memory_fraction=0.5)
-    specs = [SPEC] * 30
+    specs = {f"layers.{index}": SPEC for index in range(30)}
     page_bytes = 30 * SPEC.page_bytes
     assert memory.cpu_kv_bytes(few, specs, 64 * GIB) == page_bytes * (1 + 1024 // 16)
-    assert memory.cpu_kv_bytes(few, specs, GIB // 8) == GIB // 16 - memory.largest_step_bytes(few)
+    assert memory.cpu_kv_bytes(few, specs, GIB // 8) == GIB // 16 - memory.largest_step_bytes(few) - 1024 * ROPE_BYTES
     assert memory.cpu_kv_bytes(few, specs, 1000) == 0
     many = make_config(max_num_seqs=256, max_model_len=1024)
     assert memory.cpu_kv_bytes(many, specs, 64 * GIB) == memory.CPU_KV_CACHE_BYTES
-    long = [SPEC] * 3000
+    long = {f"layers.{index}": SPEC for index in range(3000)}
     assert memory.cpu_kv_bytes(few, long, 64 * GIB) == 3000 * SPEC.page_bytes * (1 + 1024 // 16)
 
 
 def test_an_accelerators_memory_must_be_free() -> None:
-    assert memory.requested_bytes(0.9, total_bytes=100 * GIB, free_bytes=99 * GIB) == 90 * GIB
-    with pytest.raises(ConfigError, match=r"asks for 90\.0 GiB, but only 50\.0 of 100\.0 GiB are free.* below 0\.50"):
-        memory.requested_bytes(0.9, total_bytes=100 * GIB, free_bytes=50 * GIB)
+    ample, taken = memory.MemoryReading(99 * GIB, 100 * GIB), memory.MemoryReading(50 * GIB, 100 * GIB)
+    assert memory.requested_bytes(0.9, ample) == 90 * GIB
+    with pytest.raises(
+        ConfigError, match=r"asks for 90\.0 GiB, but only 50\.0 GiB of 100\.0 GiB are free.* below 0\.50"
+    ):
+        memory.requested_bytes(0.9, taken)
+
+
+def test_what_the_largest_step_leaves_of_the_share() -> None:
+    """Of 100 GiB 98 are free, 90 are asked for; weights and step take 30, 89.5 and 90 of them, or less than nothing."""
+
+    def left(free_gib: float) -> int:
+        readings = iter([98.0, free_gib])
+        return memory.DeviceBudget(0.9, lambda: memory.MemoryReading(int(next(readings) * GIB), 100 * GIB)).left_bytes()
+
+    assert left(68) == 60 * GIB
+    assert left(8.5) == GIB // 2
+    with pytest.raises(ConfigError, match=r"take 90\.0 GiB of the 90\.0 GiB.*nothing is left.*Raise memory_fraction"):
+        left(8)
+    with pytest.raises(ConfigError, match=r"grew from 98\.0 GiB to 99\.0 GiB.*set kv_cache_bytes"):
+        left(99)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,61 +13,55 @@ import torch
 from torch import Tensor
 
 from inferd.engine.params import SamplingParams
-from inferd.engine.sampling.batch import ALL_TOKENS, RandomRows, SamplingBatch, SamplingColumns
-from inferd.engine.sampling.sampler import BROKEN, Sampler
+from inferd.engine.sampling.batch import RandomRows, SamplingBatch, SamplingColumns
+from inferd.engine.sampling.restricted import draw_by_rejection, draw_by_sorting
+from inferd.engine.sampling.sampler import BROKEN, Sampler, greedy
 
 CPU = torch.device("cpu")
 ALMOST_ONE = math.nextafter(1.0, 0.0)
-EOS = 3
 
 
-def batch_of(
-    params: Sequence[SamplingParams], *, num_tokens: Sequence[int] | None = None, num_output: int = 0
-) -> SamplingBatch:
+def batch_of(params: Sequence[SamplingParams], *, num_tokens: Sequence[int] | None = None) -> SamplingBatch:
     """Row i has seed i unless its parameters say otherwise."""
-    columns = SamplingColumns(len(params), [EOS])
+    columns = SamplingColumns(len(params))
     for row, row_params in enumerate(params):
         columns.set(row, row_params, row if row_params.seed is None else row_params.seed)
     count = len(params)
     known = np.array(num_tokens if num_tokens is not None else [10] * count)
-    ids = [f"request-{row}" for row in range(count)]
-    return columns.select(np.arange(count), ids, known, np.full(count, num_output), CPU)
+    return columns.select(np.arange(count), [f"request-{row}" for row in range(count)], known, CPU)
 
 
-def fixed_noise(u: Sequence[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> SamplingBatch:
-    """Rows that differ in their noise alone."""
-    count = len(u)
-    rows = RandomRows(
-        rows=list(range(count)),
-        temperature=torch.full((count,), temperature),
-        top_k=torch.full((count,), top_k or ALL_TOKENS),
-        top_p=torch.full((count,), top_p, dtype=torch.float64),
-        u=torch.tensor(u, dtype=torch.float64),
-    )
-    plain = not top_k and top_p == 1.0
-    ids = [str(row) for row in range(count)]
-    return SamplingBatch(ids, [], rows if plain else None, None if plain else rows)
+def random_rows(batch: SamplingBatch) -> RandomRows:
+    assert batch.random is not None
+    return batch.random
+
+
+def with_noise(u: Sequence[float], **limits: Any) -> RandomRows:
+    """Rows that differ in their noise alone, which is the same at every draw."""
+    rows = random_rows(batch_of([SamplingParams(**limits)] * len(u)))
+    return replace(rows, u=torch.tensor(u, dtype=torch.float64)[:, None].expand(-1, rows.u.shape[1]))
 
 
 def grid(count: int) -> list[float]:
     return [(index + 0.5) / count for index in range(count)]
 
 
-def reference_kept(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[tuple[int, float]]:
-    """Kept (token id, probability), in the order of the inverse CDF, as the definitions say it."""
+def reference_kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Kept token id → probability, as the definitions say it."""
     peak = max(logits)
-    weights = [math.exp((logit - peak) / temperature) for logit in logits]
-    order = list(range(len(logits)))
-    if top_k or top_p < 1.0:
-        order.sort(key=lambda token_id: (-logits[token_id], token_id))
-    order = order[: top_k or None]
-    total, kept, mass = sum(weights[token_id] for token_id in order), [], 0.0
-    for token_id in order:
-        if top_p < 1.0 and mass >= top_p * total:
-            break
-        kept.append(token_id)
-        mass += weights[token_id]
-    return [(token_id, weights[token_id] / mass) for token_id in kept]
+    probs = [math.exp((logit - peak) / params.temperature) for logit in logits]
+    floor = params.min_p * max(probs)
+    if params.top_k:
+        floor = max(floor, sorted(probs, reverse=True)[: params.top_k][-1])
+    kept = {token_id: p for token_id, p in enumerate(probs) if p >= floor}
+    total = sum(kept.values())
+    if params.top_p < 1.0:
+        kept = {
+            token_id: p
+            for token_id, p in kept.items()
+            if sum(other for other in kept.values() if other > p) < params.top_p * total
+        }
+    return {token_id: p / sum(kept.values()) for token_id, p in kept.items()}
 
 
 def random_logits(num_rows: int, vocab_size: int, spread: float = 3.0, seed: int = 0) -> Tensor:
@@ -79,100 +74,134 @@ MIXES: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"top_k": 5},
     {"top_p": 0.5},
+    {"min_p": 0.1},
     {"temperature": 1.7, "top_p": 0.97},
+    {"temperature": 1.7, "min_p": 0.02, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     {"top_k": 200, "top_p": 0.999},
+    {"top_k": 30, "min_p": 0.01, "temperature": 1.5},
 ]
 
 
-@pytest.mark.parametrize("widths", [(), (4, 16), (256, 4096)])
 @pytest.mark.parametrize("mix", MIXES)
-def test_agrees_with_the_definition(mix: dict[str, Any], widths: tuple[int, ...]) -> None:
-    logits = random_logits(40, 331)
+def test_draws_only_what_is_kept(mix: dict[str, Any]) -> None:
+    logits = random_logits(60, 331)
     params = [SamplingParams(**mix)] * len(logits)
-    batch = batch_of(params)
-    tokens = Sampler(widths)(logits.clone(), batch).tolist()
-    if params[0].greedy:
-        assert tokens == logits.argmax(dim=-1).tolist()
-        return
-    random = batch.plain or batch.restricted
-    assert random is not None
-    for row, (token, u) in enumerate(zip(tokens, random.u.tolist(), strict=True)):
-        kept = reference_kept(logits[row].tolist(), params[0].temperature, params[0].top_k, params[0].top_p)
-        below = 0.0
-        for token_id, probability in kept:
-            if token_id == token:
-                assert below - 1e-5 <= u <= below + probability + 1e-5
-                break
-            below += probability
+    for row, token in enumerate(Sampler()(logits.clone(), batch_of(params)).tolist()):
+        if params[0].greedy:
+            assert token == int(logits[row].argmax())
         else:
-            pytest.fail(f"row {row} drew {token}, which is not kept")
+            assert token in reference_kept(logits[row].tolist(), params[0])
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 0.6, "top_k": 30, "top_p": 0.9}])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 7}, {"min_p": 0.05}, {"temperature": 0.6, "top_k": 30, "min_p": 0.2}])
 @pytest.mark.parametrize("vocab_size", [50, 300])
-def test_distribution_over_a_grid_of_noise(limits: dict[str, Any], vocab_size: int) -> None:
+def test_inverse_cdf_over_a_grid_of_noise(limits: dict[str, Any], vocab_size: int) -> None:
     """With evenly spaced noise each count is within 1 of its expectation: no randomness is left in this test."""
     count = 4000
     logits = random_logits(1, vocab_size, spread=1.5)
-    tokens = Sampler((8, 64))(logits.expand(count, -1).contiguous(), fixed_noise(grid(count), **limits))
-    counts = torch.bincount(tokens, minlength=vocab_size)
-    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | limits
-    expected = torch.zeros(vocab_size, dtype=torch.float64)
-    for token_id, probability in reference_kept(logits[0].tolist(), **options):
-        expected[token_id] = probability * count
-    assert (counts - expected).abs().max() <= 1.01
-    assert not counts[expected == 0].any()
+    rows = with_noise(grid(count), **limits)
+    probs = torch.softmax(logits / rows.temperature[0], -1).expand(count, -1)
+    check_counts(draw_by_rejection(probs, rows), reference_kept(logits[0].tolist(), SamplingParams(**limits)), 1.01)
 
 
-def test_chi_square_with_the_real_noise() -> None:
-    count, vocab_size = 8000, 40
-    logits = random_logits(1, vocab_size, spread=1.0)
-    batch = batch_of([SamplingParams(seed=99)] * count, num_tokens=range(count))
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_p": 0.8}, {"top_p": 0.3, "top_k": 9}, {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.01}],
+)
+@pytest.mark.parametrize("vocab_size", [50, 300])
+def test_sorting_over_a_grid_of_noise(limits: dict[str, Any], vocab_size: int) -> None:
+    count = 4000
+    logits = random_logits(1, vocab_size, spread=1.5)
+    rows = with_noise(grid(count), **limits)
+    probs = torch.softmax(logits / rows.temperature[0], -1).expand(count, -1)
+    check_counts(draw_by_sorting(probs, rows), reference_kept(logits[0].tolist(), SamplingParams(**limits)), 1.01)
+
+
+def check_counts(ids: Tensor, kept: dict[int, float], tolerance: float) -> None:
+    counts = torch.bincount(ids).tolist()
+    assert {token_id for token_id, count in enumerate(counts) if count} <= set(kept)
+    for token_id, probability in kept.items():
+        count = counts[token_id] if token_id < len(counts) else 0
+        assert abs(count - probability * len(ids)) <= tolerance, token_id
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_p": 0.9}, {"top_p": 0.4}, {"top_p": 0.05, "temperature": 1.8}, {"top_k": 20, "top_p": 0.5}]
+)
+def test_chi_square_with_the_real_noise(limits: dict[str, Any]) -> None:
+    """Top-p rejects up to nineteen draws in twenty here, and some rows run out of retries."""
+    count, vocab_size = 20_000, 40
+    logits = random_logits(1, vocab_size, spread=0.7)
+    params = SamplingParams(seed=99, **limits)
+    batch = batch_of([params] * count, num_tokens=range(count))
     counts = torch.bincount(Sampler()(logits.expand(count, -1).contiguous(), batch), minlength=vocab_size)
-    expected = logits[0].double().softmax(-1) * count
-    assert float(((counts - expected) ** 2 / expected).sum()) < 80.0  # 39 degrees of freedom: 1 in 10,000 is above
+    kept = reference_kept(logits[0].tolist(), params)
+    expected = torch.zeros(vocab_size, dtype=torch.float64)
+    for token_id, probability in kept.items():
+        expected[token_id] = probability * count
+    assert not counts[expected == 0].any()
+    some = expected > 0
+    chi_square = float(((counts - expected)[some] ** 2 / expected[some]).sum())
+    assert chi_square < len(kept) + 4.5 * math.sqrt(2 * len(kept))  # 4.5 standard deviations above the mean
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 400}, {"top_p": 0.9999}, {"top_k": 3, "temperature": 0.01}])
+def test_rows_out_of_retries_are_sorted() -> None:
+    """The same noise at every draw walks down from the least likely token, far too slowly."""
+    logits = torch.linspace(0.0, 0.4, 500).expand(3, -1)
+    rows = with_noise([0.0, 0.001, 0.0], top_p=0.002)
+    probs = torch.softmax(logits, -1)
+    assert draw_by_rejection(probs, rows).tolist() == draw_by_sorting(probs, rows).tolist()
+    assert draw_by_rejection(probs, rows)[0] == 499
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 400}, {"top_p": 0.9999}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}])
 @pytest.mark.parametrize("u", [0.0, ALMOST_ONE])
 def test_extreme_noise_never_draws_the_impossible(limits: dict[str, Any], u: float) -> None:
     logits = random_logits(1, 500)
     logits[0, :7] = logits[0, 100:200] = logits[0, -9:] = -math.inf
-    token = int(Sampler((8,))(logits.clone(), fixed_noise([u], **limits)))
-    assert logits[0, token] > -math.inf
-    if limits.get("top_k") == 3:
-        assert token in logits[0].topk(3).indices.tolist()
+    rows = with_noise([u], **limits)
+    for draw in (draw_by_rejection, draw_by_sorting):
+        token = int(draw(torch.softmax(logits, -1), rows))
+        assert token in reference_kept(logits[0].tolist(), SamplingParams(**limits))
+        assert logits[0, token] > -math.inf
 
 
 def test_extreme_limits() -> None:
     logits = random_logits(6, 300)
     best = logits.argmax(dim=-1).tolist()
-    for limits in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4}, {"temperature": 2.0, "top_p": 1e-9}):
+    for limits in (
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+        {"temperature": 1e-4},
+        {"temperature": 2.0, "top_p": 1e-9},
+    ):
         assert Sampler()(logits.clone(), batch_of([SamplingParams(**limits)] * 6)).tolist() == best, limits
-    everything = Sampler()(logits.clone(), fixed_noise(grid(6), top_k=300))
-    assert everything.tolist() == Sampler()(logits.clone(), fixed_noise(grid(6), top_k=10**9)).tolist()
+    everything = Sampler()(logits.clone(), batch_of([SamplingParams(top_k=300)] * 6))
+    for limits in ({"top_k": 10**9}, {}, {"top_p": 1.0, "min_p": 0.0}):
+        assert Sampler()(logits.clone(), batch_of([SamplingParams(**limits)] * 6)).tolist() == everything.tolist()
 
 
-@pytest.mark.parametrize("widths", [(), (4,), (256,)])
-def test_equal_logits_rank_by_id(widths: tuple[int, ...]) -> None:
-    count = 64
-    logits = torch.zeros(count, 300)
+@pytest.mark.parametrize("limits", [{"top_k": 16}, {"top_p": 0.1}, {"min_p": 0.99}])
+def test_equal_logits_stay_together(limits: dict[str, Any]) -> None:
+    count = 520
+    logits = torch.full((1, 300), -9.0)
     logits[:, 40:] = 1.0
-    assert batch_of([SamplingParams(temperature=0.0)]).all_greedy
-    assert Sampler(widths)(logits.clone(), batch_of([SamplingParams(temperature=0.0)] * count)).tolist() == [40] * count
-    drawn = Sampler(widths)(logits.clone(), fixed_noise(grid(count), top_k=16)).tolist()
-    assert drawn == [40 + index // 4 for index in range(count)]
+    assert greedy(logits).tolist() == [40]
+    rows = with_noise(grid(count), **limits)
+    drawn = draw_by_rejection(torch.softmax(logits, -1).expand(count, -1), rows)
+    assert torch.bincount(drawn)[40:].tolist() == [2] * 260
 
 
 def test_a_row_does_not_notice_its_mates() -> None:
-    logits = random_logits(48, 1000, spread=2.0)
+    logits = random_logits(55, 1000, spread=2.0)
     params = [SamplingParams(**MIXES[row % len(MIXES)], seed=row) for row in range(len(logits))]
-    together = Sampler((64,))(logits.clone(), batch_of(params)).tolist()
-    alone = [int(Sampler((64,))(logits[row : row + 1].clone(), batch_of([params[row]]))) for row in range(len(params))]
+    together = Sampler()(logits.clone(), batch_of(params)).tolist()
+    alone = [int(Sampler()(logits[row : row + 1].clone(), batch_of([params[row]]))) for row in range(len(params))]
     assert together == alone
     order = torch.randperm(len(params), generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = Sampler((64,))(logits[order].clone(), batch_of([params[row] for row in order])).tolist()
+    shuffled = Sampler()(logits[order].clone(), batch_of([params[row] for row in order])).tolist()
     assert shuffled == [alone[row] for row in order]
 
 
@@ -187,19 +216,8 @@ def test_noise_follows_seed_and_position() -> None:
     assert len({token(5, num_tokens) for num_tokens in range(20)}) > 15
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_bans_every_way_to_stop(temperature: float) -> None:
-    logits = torch.zeros(2, 50)
-    logits[:, EOS], logits[:, 9], logits[:, 20] = 90.0, 80.0, 50.0
-    params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=[9])
-    free = SamplingParams(temperature=temperature)
-    for num_output, expected in ((0, 20), (3, 20), (4, EOS)):
-        tokens = Sampler()(logits.clone(), batch_of([params, free], num_output=num_output))
-        assert tokens.tolist() == [expected, EOS], num_output
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("mix", [MIXES[0], MIXES[2], MIXES[6]])
+@pytest.mark.parametrize("mix", MIXES)
 def test_a_broken_row_is_marked_and_its_mates_do_not_notice(bad: float, mix: dict[str, Any]) -> None:
     logits = random_logits(3, 500)
     batch = batch_of([SamplingParams(**mix)] * 3)

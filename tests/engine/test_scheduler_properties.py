@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,9 @@ class Job:
     ignore_eos: bool
     salt: str | None
     abort_after: int | None  # steps
+    priority: int = 0
+    client: str = "local"
+    lane: str = "interactive"
 
 
 @dataclass
@@ -68,6 +72,9 @@ def jobs(draw):
         ignore_eos=draw(st.booleans()),
         salt=draw(st.sampled_from([None, None, "s"])),
         abort_after=draw(st.sampled_from([None, None, None, 0, 3, 9])),
+        priority=draw(st.sampled_from([0, 0, -1, 2])),
+        client=draw(st.sampled_from("ab")),
+        lane=draw(st.sampled_from(["interactive", "batch"])),
     )
 
 
@@ -79,6 +86,9 @@ settings_of_engine = st.fixed_dictionaries(
         "max_num_seqs": st.sampled_from([1, 3, 16]),
         "enable_prefix_caching": st.booleans(),
         "spare_blocks": st.integers(0, 30),
+        "policy": st.sampled_from(["fair", "fcfs", "priority"]),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 2, 5]),
+        "async_scheduling": st.booleans(),
     }
 )
 
@@ -105,6 +115,8 @@ def drive(make_core, make_add, load: list[Job], options: dict[str, int]) -> Run:
         for name, job in names.items():
             if job.arrival == clock:
                 params = {"max_tokens": job.max_tokens, "ignore_eos": job.ignore_eos, "cache_salt": job.salt}
+                params |= {"client": job.client, "lane": job.lane}
+                params["priority"] = 0 if options.get("policy") == "fcfs" else job.priority
                 core.add(make_add(name, job.prompt, **params))
         leaving = [name for name, job in names.items() if job.abort_after == clock - job.arrival]
         outputs = core.step(drain_aborts=lambda leaving=leaving: leaving).outputs
@@ -178,11 +190,12 @@ def test_a_tight_pool_preempts_and_changes_nothing(make_core, make_add):
         assert [run.tokens[f"r{i}"] for i in range(8)] == [naive(job)[0] for job in load]
 
 
-def test_every_output_can_be_replayed_from_its_bytes(make_core, make_add):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_output_can_be_replayed_from_its_bytes(make_core, make_add, is_async):
     prompts = [[(i // 2 + j) % VOCAB for j in range(11)] for i in range(9)]
     load = [Job(i % 5, prompts[i], 20, True, None, abort_after=6 if i == 3 else None) for i in range(9)]
     options = {"block_size": 4, "hash_block_size": 2, "budget": 17, "max_num_seqs": 6, "spare_blocks": 6}
-    run = drive(make_core, make_add, load, options | {"enable_prefix_caching": True})
+    run = drive(make_core, make_add, load, options | {"enable_prefix_caching": True, "async_scheduling": is_async})
     assert run.preemptions > 0
     replayed = FakeWorker(1 + MAX_MODEL_LEN // 4 + 6, 4)
     for sent, live_rows in zip(run.sent, run.worker_rows, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -12,24 +12,30 @@ from starlette.responses import Response
 from inferd.appliance.api.openai.generation import (
     AnswerHead,
     UsageCount,
+    check_num_logprobs,
     finish_of,
     last_outputs,
     merge,
+    once_accepted,
     sampling_params,
     warning_headers,
 )
+from inferd.appliance.api.openai.logprobs import LegacyLogprobs, PromptAlternatives, prompt_logprobs
 from inferd.appliance.api.openai.schemas import (
     CompletionAnswer,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionRequest,
     parse_request,
 )
+from inferd.appliance.api.openai.structured import blamed_on, field_of
 from inferd.appliance.api.openai.unsupported import COMPLETIONS, refuse_unsupported
 from inferd.appliance.api.sse import Exchange, Wire, event
 from inferd.appliance.api.state import AppState, state_of
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.engine.errors import ContextLengthExceeded, InvalidRequest
 from inferd.engine.frontend.inputs import PreparedRequest
+from inferd.engine.frontend.outputs import CompletionOutput, RequestOutput
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 64
@@ -49,9 +55,12 @@ async def create_completion(request: Request) -> Response:
 
 async def _answer(state: AppState, ask: CompletionRequest, head: AnswerHead, wire: Wire) -> None:
     prompts = split_prompts(ask.prompt)
-    async with state.lease(ask.model) as served:
+    async with state.lease(ask.model) as served, AsyncExitStack() as stack:
+        stack.enter_context(blamed_on(field_of(ask)))
         max_tokens = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
-        params = sampling_params(ask, max_tokens, served.sampling_defaults)
+        params = sampling_params(ask, max_tokens, served.sampling_defaults, num_logprobs(ask))
+        if ask.echo and params.logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         try:
             prepared = [
                 await served.prepare(prompt, params, request_id=f"{head.id}-{index}", cache_salt=ask.cache_salt)
@@ -62,7 +71,9 @@ async def _answer(state: AppState, ask: CompletionRequest, head: AnswerHead, wir
             raise
         headers = warning_headers(prepared)
         if ask.stream:
-            await wire.stream(_events(served, ask, head, prepared), headers)
+            merged = merge([served.generate(request) for request in prepared])
+            outputs = await stack.enter_async_context(aclosing(await once_accepted(merged, params)))
+            await wire.stream(_events(served, outputs, ask, head, prepared), headers)
         else:
             await wire.json(await _complete(served, ask, head, prepared), headers)
 
@@ -83,45 +94,93 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
     return [item for item in prompt if not isinstance(item, int)]
 
 
-def _echoes(served: ServedModel, ask: CompletionRequest, prepared: list[PreparedRequest]) -> list[str]:
-    if not ask.echo:
-        return [""] * len(prepared)
-    return [served.prompt_text(request) for request in prepared]
+def num_logprobs(ask: CompletionRequest) -> int | None:
+    """Raises `InvalidRequest`."""
+    if ask.logprobs is None or ask.logprobs is False:
+        return None
+    if ask.logprobs is True:
+        raise InvalidRequest("logprobs: true is for chats; here it is how many", param="logprobs")
+    check_num_logprobs("logprobs", ask.logprobs)
+    return ask.logprobs
+
+
+class _Pieces:
+    """Turns the outputs of one prompt into choices, whole ones or pieces of a stream."""
+
+    def __init__(self, served: ServedModel, ask: CompletionRequest, index: int, prepared: PreparedRequest) -> None:
+        num_choices, num_top = prepared.add.params.n, num_logprobs(ask)
+        self._ask = ask
+        self._first_index = index * num_choices
+        self._echo = served.prompt_text(prepared) if ask.echo else ""
+        self._first_token = served.token_text(prepared.add.prompt_token_ids[0])
+        self._legacy = None if num_top is None else [LegacyLogprobs(num_top) for _ in range(num_choices)]
+        self._to_echo = set(range(num_choices)) if ask.echo else set()
+        self._prompt_logprobs: PromptAlternatives | None = None  # known with the first choice's first token
+        self._held: list[CompletionOutput] = []
+
+    def choices(self, output: RequestOutput) -> list[CompletionChoice]:
+        """Those that have something new. The prompt is echoed in front of the first piece of each choice."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        self._held += output.outputs
+        if self._to_echo and self._legacy is not None and self._prompt_logprobs is None:
+            return []
+        completions, self._held = self._held, []
+        pieces = [self._piece(completion) for completion in completions]
+        return [piece for piece in pieces if piece.text or piece.finish_reason or piece.logprobs]
+
+    def _piece(self, completion: CompletionOutput) -> CompletionChoice:
+        is_first = completion.index in self._to_echo
+        self._to_echo.discard(completion.index)
+        choice = CompletionChoice(
+            self._first_index + completion.index,
+            (self._echo if is_first else "") + completion.text,
+            finish_of(completion),
+            self._logprobs(completion, with_prompt=is_first),
+        )
+        if self._ask.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs)
+        return choice
+
+    def _logprobs(self, completion: CompletionOutput, *, with_prompt: bool) -> CompletionLogprobs | None:
+        if self._legacy is None:
+            return None
+        reader = self._legacy[completion.index]
+        if with_prompt:
+            reader.echo(self._first_token, self._prompt_logprobs or [None])
+        return reader.take(completion.logprobs or [])
 
 
 async def _complete(
     served: ServedModel, ask: CompletionRequest, head: AnswerHead, prepared: list[PreparedRequest]
 ) -> bytes:
     count = UsageCount(prepared)
-    echoes = _echoes(served, ask, prepared)
     choices = []
     outputs = await last_outputs(merge([served.generate(request) for request in prepared]), len(prepared))
     for index, output in enumerate(outputs):
         count.add(index, output)
-        completion = output.outputs[0]
-        choices.append(CompletionChoice(index, echoes[index] + completion.text, finish_of(completion) or "stop"))
+        choices += _Pieces(served, ask, index, prepared[index]).choices(output)
     return msgspec.json.encode(CompletionAnswer(head.id, head.created, head.model, choices, count.usage()))
 
 
 async def _events(
-    served: ServedModel, ask: CompletionRequest, head: AnswerHead, prepared: list[PreparedRequest]
+    served: ServedModel,
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+    ask: CompletionRequest,
+    head: AnswerHead,
+    prepared: list[PreparedRequest],
 ) -> AsyncGenerator[bytes, None]:
     count = UsageCount(prepared)
+    pieces = [_Pieces(served, ask, index, request) for index, request in enumerate(prepared)]
 
     def chunk(*choices: CompletionChoice) -> bytes:
         with_usage = ask.continuous_usage or not choices
         usage = count.usage() if with_usage else msgspec.UNSET
         return event(msgspec.json.encode(CompletionAnswer(head.id, head.created, head.model, list(choices), usage)))
 
-    for index, echo in enumerate(_echoes(served, ask, prepared)):
-        if echo:
-            yield chunk(CompletionChoice(index, echo))
-    async with aclosing(merge([served.generate(request) for request in prepared])) as outputs:
-        async for index, output in outputs:
-            count.add(index, output)
-            completion = output.outputs[0]
-            finish = finish_of(completion)
-            if completion.text or finish is not None:
-                yield chunk(CompletionChoice(index, completion.text, finish))
+    async for index, output in outputs:
+        count.add(index, output)
+        for choice in pieces[index].choices(output):
+            yield chunk(choice)
     if ask.include_usage:
         yield chunk()

@@ -7,6 +7,7 @@ where a key should be absent, except `finish_reason`, which is null until it is 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -25,16 +26,33 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionRequest(msgspec.Struct):
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What chat and completions have in common. Ranges are checked by `SamplingParams`."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repetition_detection: RepetitionRequest | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     min_tokens: int | None = None
@@ -43,6 +61,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -56,12 +80,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
+    logprobs: int | bool | None = None
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -78,6 +105,42 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class LikelyToken(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token; a prompt's first token has no probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]  # characters
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[Mapping[str, PromptLogprob] | None]
+
+
 class Delta(msgspec.Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -87,6 +150,7 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     finish_reason: Finish | None = None
+    logprobs: ChatLogprobs | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -107,6 +171,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     finish_reason: Finish
+    logprobs: ChatLogprobs | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatAnswer(msgspec.Struct):
@@ -115,6 +180,7 @@ class ChatAnswer(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -122,7 +188,8 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: Finish | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionAnswer(msgspec.Struct):

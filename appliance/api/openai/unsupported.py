@@ -17,35 +17,17 @@ _NO = (False,)
 _EMPTY_LIST: tuple[Any, ...] = ([],)
 
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "n": _ONE,
-    "best_of": _ONE,
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "repetition_penalty": _ONE,
     "length_penalty": _ONE,
-    "min_p": _ZERO,
-    "logit_bias": ({},),
     "use_beam_search": _NO,
-    "bad_words": _EMPTY_LIST,
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
     "return_token_ids": _NO,
     "return_tokens_as_token_ids": _NO,
     "priority": _ZERO,
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "detokenize": (True,),
 }
 
 CHAT: dict[str, tuple[Any, ...]] = _BOTH | {
-    "logprobs": _NO,
-    "top_logprobs": _ZERO,
     "tools": _EMPTY_LIST,
     "tool_choice": ("none", "auto"),
     "functions": _EMPTY_LIST,
@@ -62,7 +44,6 @@ CHAT: dict[str, tuple[Any, ...]] = _BOTH | {
 }
 
 COMPLETIONS: dict[str, tuple[Any, ...]] = _BOTH | {
-    "logprobs": _NO,
     "suffix": ("",),
 }
 
