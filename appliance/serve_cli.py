@@ -31,13 +31,11 @@ def serve_here(settings: Settings) -> int:
 
 
 def greeting(started: Started, port: int) -> str:
-    body = (
-        f'{{"model": "{started.model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'
-    )
+    body = f'{{"model": "{started.model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
     url = f"{started.address}/v1"
     python = (
         f"from openai import OpenAI; print(OpenAI(base_url='{url}', api_key='-').chat.completions.create("
-        f"model='{started.model}', messages=[{{'role': 'user', 'content': '{QUESTION}'}}], temperature=0)"
+        f"model='{started.model}', messages=[{{'role': 'user', 'content': '{QUESTION}'}}])"
         ".choices[0].message.content)"
     )
     where = "" if port == DEFAULT_PORT else f"--port {started.address.rpartition(':')[2]} "

