@@ -43,21 +43,28 @@ class EngineSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    max_model_len: Count | None = None
+    max_model_len: Count | Literal["auto"] | None = None
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
+    scheduling_policy: Literal["fair", "fcfs", "priority"] = "fair"
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    async_scheduling: bool | None = None
     block_size: Count | None = None
     enable_prefix_caching: bool = True
     share_prefix_attention: bool = True
     num_blocks: Count | None = None
     kv_cache_bytes: Count | None = None
+    enable_kv_events: bool = False
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     tensor_parallel_size: Count = 1
+    step_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    cudagraph_mode: str = "auto"
+    grammar_backend: str = "auto"
     attention_backend: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
     num_threads: Count | None = None
     seed: int = 0
-    executor: Literal["auto", "uniproc", "scripted"] = "auto"
+    executor: Literal["auto", "uniproc", "multiproc", "scripted"] = "auto"
 
     def to_args(self, folder: Path) -> EngineArgs:
         return EngineArgs(model=str(folder), **self.model_dump())

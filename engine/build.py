@@ -33,13 +33,13 @@ def build_engine(args: EngineArgs) -> tuple[EngineCore, EngineReady]:
         raise
     ready = EngineReady(
         pid=os.getpid(),
-        max_model_len=config.scheduler.max_model_len,
+        max_model_len=core.max_model_len,
         vocab_size=config.model.vocab_size,
         block_size=config.cache.block_size,
         num_blocks=core.kv_cache_config.num_blocks,
         dtype=config.dtype,
         load_s=time.monotonic() - started,
-        decisions=[*config.decisions, *executor.decisions],
+        decisions=[*config.decisions, *executor.decisions, *core.decisions],
     )
     return core, ready
 

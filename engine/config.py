@@ -43,7 +43,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     share_prefix_attention: bool = True
     num_blocks: int | None = None  # overrides what memory would allow
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: int | None = None  # of each rank
     enable_kv_events: bool = False  # tell in `EngineOutputs.kv_events` which blocks can be found, and which no longer
     memory_fraction: float = 0.9  # of the device's memory, for all of this engine
     tensor_parallel_size: int = 1  # ranks that each layer is divided over, one worker process each

@@ -48,11 +48,11 @@ class WorkerWatch:
         if failure is not None:
             callback(failure)
 
-    def fail(self, error: WorkerError) -> None:
+    def fail(self, error: WorkerError, detail: str = "") -> None:
         """Kills the workers: those that live may wait for one that does not, and what they hold is of no more use."""
         if not self._calls.close(error):
             return
-        logger.error("%s", error)
+        logger.error("%s%s", detail, error)
         self._workers.kill()
         os.eventfd_write(self.failed_fd, 1)
         with self._lock:
@@ -108,8 +108,9 @@ class WorkerWatch:
         broken = WorkerError(f"worker {rank} failed in {failed.name}: {failed.message}")
         if failed.name in STEP_CALLS:
             self._look_for_ended(BEHIND_S)
-            self.fail(broken)
+            self.fail(broken, failed.detail)
             return
+        logger.error("%s%s", failed.detail, broken)
         kind = _KINDS.get(failed.code)
         self._calls.answer(failed.number, rank, error=kind(failed.message) if kind else broken)
 

@@ -81,6 +81,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     name: str  # of the call
     message: str
     code: str
+    detail: str  # traceback, for the log
 
 
 ToWorker = Execute | Sample | RankCall | Stop

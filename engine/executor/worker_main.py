@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -37,8 +38,6 @@ from inferd.engine.executor.wire import (
 )
 from inferd.engine.worker.parallel_state import ParallelState
 from inferd.engine.worker.worker import Worker, rank_device
-
-logger = logging.getLogger("inferd.engine.worker")
 
 MakeWorker = Callable[[WorkerStart, ParallelState], Worker]
 
@@ -92,9 +91,7 @@ class WorkerLoop:
             try:
                 answer = self._handle(message)
             except Exception as error:
-                logger.exception("%s failed", _name(message))
-                code = error.code if isinstance(error, EngineError) else "internal"
-                answer = Failed(message.number, _name(message), _describe(error), code)
+                answer = _failed(message, error)
             if answer is not None:
                 self._outbox.write(self._encoder.encode(answer))
         if self._worker is not None:
@@ -145,8 +142,12 @@ def _name(message: Execute | Sample | RankCall) -> str:
     return EXECUTE if isinstance(message, Execute) else SAMPLE
 
 
-def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+def _failed(message: Execute | Sample | RankCall, error: Exception) -> Failed:
+    """Nothing is logged here: when one rank is lost the others fail too, and only the executor knows what came first."""
+    said, code = f"{type(error).__name__}: {error}", "internal"
+    if isinstance(error, EngineError):
+        said, code = str(error), error.code
+    return Failed(message.number, _name(message), said, code, traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
+from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec, SlidingWindowSpec, window_of
 from inferd.engine.core.output import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput, SharedPrefix
 from inferd.engine.executor.base import OnFailure
 from inferd.engine.params import SamplingParams
@@ -52,13 +52,17 @@ class FakeRow:
 
 
 class FakeWorker:
-    """Worker state rebuilt from nothing but `SchedulerOutput`s and its own samples."""
+    """Worker state rebuilt from nothing but `SchedulerOutput`s and its own samples.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    `windows`: of each KV group's layers; None where they look at everything.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self.rows: dict[str, FakeRow] = {}
         self.memory: dict[int, int] = {}  # slot → digest; a slot never written is absent
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._windows = windows
 
     def apply(self, output: SchedulerOutput) -> None:
         """Take over what changed, then store the step's tokens; afterwards `sample` may be called once."""
@@ -121,16 +125,23 @@ class FakeWorker:
             assert num_tokens > 0, f"{request_id} is scheduled for nothing"
             assert end <= len(row.token_ids), f"{request_id} is scheduled past its known tokens"
             digests = self._digests(row.token_ids[:end])
-            for position in range(row.num_computed_tokens, end):
-                slot = self._slot(row, position)
-                assert slot not in written, f"slot {slot} is written twice in one step"
-                written.add(slot)
-                self.memory[slot] = digests[position]
+            for group in range(len(self._windows)):
+                for position in range(row.num_computed_tokens, end):
+                    slot = self._slot(row, position, group)
+                    assert slot not in written, f"slot {slot} is written twice in one step"
+                    written.add(slot)
+                    self.memory[slot] = digest_after(digests[position], group)
 
     def _check_memory(self, request_id: str, num_tokens: int) -> None:
+        """Everything that the step's first query looks at, and what comes after it."""
         row = self.rows[request_id]
-        for position, digest in enumerate(self._digests(row.token_ids[: row.num_computed_tokens + num_tokens])):
-            assert self.memory.get(self._slot(row, position)) == digest, f"{request_id}: wrong KV at {position}"
+        digests = self._digests(row.token_ids[: row.num_computed_tokens + num_tokens])
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, row.num_computed_tokens - window + 1)
+            for position in range(first, len(digests)):
+                found = self.memory.get(self._slot(row, position, group))
+                expected = digest_after(digests[position], group)
+                assert found == expected, f"{request_id}: wrong KV at {position} in group {group}"
 
     def _check_shared(self, prefix: SharedPrefix, scheduled: Mapping[str, int]) -> None:
         """Equal blocks, and all of them computed before this step: their memory is right already."""
@@ -144,10 +155,11 @@ class FakeWorker:
         for row in rows:
             assert row.num_computed_tokens >= num_tokens
             for position, digest in enumerate(self._digests(row.token_ids[:num_tokens])):
-                assert self.memory.get(self._slot(row, position)) == digest, f"shared prefix not computed: {position}"
+                found = self.memory.get(self._slot(row, position, 0))
+                assert found == digest_after(digest, 0), f"shared prefix not computed: {position}"
 
-    def _slot(self, row: FakeRow, position: int) -> int:
-        block_id = row.block_ids[0][position // self._block_size]
+    def _slot(self, row: FakeRow, position: int, group: int) -> int:
+        block_id = row.block_ids[group][position // self._block_size]
         assert 0 < block_id < self._num_blocks, f"block {block_id} is the null block or does not exist"
         return block_id * self._block_size + position % self._block_size
 
@@ -173,22 +185,30 @@ class FakeExecutor:
         block_size: int = 4,
         kv_bytes: int = 1 << 20,
         next_token: NextToken | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
+        """Two layers for each of `windows`."""
         self.outputs: list[SchedulerOutput] = []
         self.worker: FakeWorker | None = None
         self.is_shut_down = False
-        self._spec = KVSpec(block_size, num_kv_heads=1, head_size=2, dtype="float32")
+        self._kinds = [
+            KVSpec(block_size, 1, 2, "float32")
+            if window is None
+            else SlidingWindowSpec(block_size, 1, 2, "float32", window)
+            for window in windows
+        ]
         self._kv_bytes = kv_bytes
         self._next_token = next_token or scrambled(vocab_size=97)
 
     def kv_specs(self) -> dict[str, KVSpec]:
-        return {"layers.0": self._spec, "layers.1": self._spec}
+        return {f"layers.{index}": spec for index, spec in enumerate([*self._kinds, *self._kinds])}
 
     def available_kv_bytes(self) -> int:
         return self._kv_bytes
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        self.worker = FakeWorker(config.num_blocks, self._spec.block_size)
+        specs = [group.spec for group in config.groups]
+        self.worker = FakeWorker(config.num_blocks, specs[0].block_size, [window_of(spec) for spec in specs])
 
     def warm_up(self) -> None:
         assert self.worker is not None, "warmed up before there is a KV cache"

@@ -40,6 +40,8 @@ def gemma() -> Path:
             pytest.skip(f"gemma-3-270m is not in {TEST_HOME}: INFERD_HOME={TEST_HOME} inferd pull {SOURCE}")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_greedy_tokens_are_those_of_transformers(gemma: Path) -> None:
     """One prompt is longer than the window, so that most layers have given its beginning back.
 
