@@ -119,8 +119,9 @@ class TritonBackend(AttentionBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        if softcap is not None:
+            raise NotImplementedError("these kernels do not cap scores; `supports` says so")
         kernels = _load_kernels()
-        kernels.refuse_softcap(softcap)
         plan = metadata if isinstance(metadata, _Plan) else metadata.plan(kv_cache.shape[2])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -50,14 +50,15 @@ class WorkerWatch:
 
     def fail(self, error: WorkerError, detail: str = "") -> None:
         """Kills the workers: those that live may wait for one that does not, and what they hold is of no more use."""
-        if not self._calls.close(error):
-            return
-        logger.error("%s%s", detail, error)
-        self._workers.kill()
-        os.eventfd_write(self.failed_fd, 1)
         with self._lock:
+            if self._failure is not None:
+                return
             self._failure = error
             callbacks, self._callbacks = self._callbacks, []
+        logger.error("%s%s", detail, error)  # before anybody hears of it and adds a log of its own
+        self._workers.kill()
+        os.eventfd_write(self.failed_fd, 1)
+        self._calls.close(error)
         for callback in callbacks:
             callback(error)
 

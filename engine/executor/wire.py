@@ -53,7 +53,7 @@ class Sample(msgspec.Struct, tag=SAMPLE, array_like=True):
 
 
 class RankCall(msgspec.Struct, tag="call", array_like=True):
-    """A method of `Worker` that `worker_main.CALLS` names. Every rank answers with `Done`."""
+    """One of the calls that `WorkerLoop` knows, by name. Every rank answers with `Done`."""
 
     number: int
     method: str

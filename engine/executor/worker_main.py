@@ -143,7 +143,7 @@ def _name(message: Execute | Sample | RankCall) -> str:
 
 
 def _failed(message: Execute | Sample | RankCall, error: Exception) -> Failed:
-    """Nothing is logged here: when one rank is lost the others fail too, and only the executor knows what came first."""
+    """Not logged here: when one rank is lost the others fail too, and only the executor knows what came first."""
     said, code = f"{type(error).__name__}: {error}", "internal"
     if isinstance(error, EngineError):
         said, code = str(error), error.code

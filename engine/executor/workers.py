@@ -22,20 +22,18 @@ TERM_GRACE_S = 1.0  # for those that got SIGTERM after that
 
 
 class WorkerProcess:
-    """One child. `exit_fd` is readable once it has ended."""
+    """One child. `exit_fd` is readable (end of file) once it has ended."""
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
         self.rank = rank
         self._popen = popen
-        self.exit_fd = os.pidfd_open(popen.pid)
+        self.exit_fd, self._exit_write_fd = os.pipe()
+        self._waiter = threading.Thread(target=self._wait_for_exit, name=f"worker-{rank}-exit", daemon=True)
+        self._waiter.start()
 
     @property
     def pid(self) -> int:
         return self._popen.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._popen.poll() is None
 
     def send_signal(self, number: signal.Signals) -> None:
         """Of no effect on one that has ended."""
@@ -48,6 +46,11 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def close(self) -> None:
+        """Once it has ended."""
+        self._waiter.join()
+        os.close(self.exit_fd)
 
     def describe(self) -> str:
         """Who it is and how it is, for an error message."""
@@ -62,6 +65,10 @@ class WorkerProcess:
         else:
             state = f"ended with exit code {code}"
         return f"worker {self.rank} (process {self.pid}) {state}"
+
+    def _wait_for_exit(self) -> None:
+        self._popen.wait()
+        os.close(self._exit_write_fd)
 
 
 class Workers:
@@ -106,8 +113,9 @@ class Workers:
         self._closed = True
         for ring in (self.steps, *self.replies):
             ring.close()
-        fds = (self._store_fd, self._death_fd, self._death_pipe, *(process.exit_fd for process in self.processes))
-        for fd in fds:
+        for process in self.processes:
+            process.close()
+        for fd in (self._store_fd, self._death_fd, self._death_pipe):
             os.close(fd)
 
     def _spawn(self, config: EngineConfig, rank: int, num_ranks: int, entry: str) -> subprocess.Popen[bytes]:

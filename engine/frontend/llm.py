@@ -64,6 +64,10 @@ class LLM:
             self._engine.abort_all()
             raise
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content, as after a change of weights; False while any request holds blocks."""
+        return bool(self._engine.call("reset_prefix_cache"))
+
     def shutdown(self) -> None:
         """Idempotent."""
         self._engine.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from inferd.engine.config import EngineArgs
 from inferd.engine.core.client import EngineCoreClient, InprocClient, MPClient
@@ -57,6 +57,10 @@ class LLMEngine:
         if processed.ids_to_abort:
             self._client.abort(processed.ids_to_abort)
         return processed.reports
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A control call to the engine by name; raises `EngineError` for what goes wrong there."""
+        return self._client.call(method, *args)
 
     def shutdown(self) -> None:
         self._client.shutdown()

@@ -23,6 +23,7 @@ from inferd.engine.grammar.spec import StructuredOutput
 logger = logging.getLogger(__name__)
 
 FAILURE_S = 60.0  # how long a grammar that could not be compiled is not tried again
+IDLE_S = 300.0  # after which the compiler is closed until it is needed again: its libraries take memory
 
 
 class GrammarState(enum.Enum):
@@ -32,7 +33,7 @@ class GrammarState(enum.Enum):
 
 
 class Compiler(Protocol):
-    """Used by one thread, and closed by it; `interrupt` comes from another one."""
+    """Used by one thread, and closed by it, also in between; `interrupt` comes from another one."""
 
     def compile(self, spec: StructuredOutput) -> CompiledGrammar:
         """Raises `CannotExpress`."""
@@ -213,7 +214,7 @@ class GrammarManager:
     # The compiling thread.
 
     def _compile_all(self) -> None:
-        while (key := self._jobs.get()) is not None:
+        while (key := self._next_job()) is not None:
             with self._changed:
                 spec = self._queued.get(key)
             if spec is None:
@@ -224,6 +225,13 @@ class GrammarManager:
                 self._cache.put(key, outcome)
                 self._changed.notify_all()
         self._compiler.close()
+
+    def _next_job(self) -> str | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                self._compiler.close()
 
     def _compile(self, spec: StructuredOutput) -> CompiledGrammar | Failure:
         started_s = time.monotonic()

@@ -31,17 +31,19 @@ class Sampler:
         logits = logits.float()
         if batch.takes_the_greatest:
             return greedy(logits)
-        if batch.edits is not None:
-            logits = batch.edits.before_temperature(logits)
+        if batch.edits is None or not batch.edits.for_all_rows:
+            return self._pick(logits, batch)
+        logits = batch.edits.before_temperature(logits)
+        is_empty = logits.amax(dim=-1) == -torch.inf
+        return self._pick(logits, batch).masked_fill_(is_empty, NO_TOKEN)
+
+    @staticmethod
+    def _pick(logits: Tensor, batch: SamplingBatch) -> Tensor:
         if batch.random is None:
-            ids = greedy(logits)
-        elif batch.random.places is None:
-            ids = _draw(logits, batch.random, batch.edits)
-        else:
-            ids = greedy(logits).index_copy_(0, batch.random.places, _draw(logits, batch.random, batch.edits))
-        if batch.edits is not None and batch.edits.for_all_rows:
-            ids = torch.where(logits.amax(dim=-1) == -torch.inf, NO_TOKEN, ids)
-        return ids
+            return greedy(logits)
+        if batch.random.places is None:
+            return _draw(logits, batch.random, batch.edits)
+        return greedy(logits).index_copy_(0, batch.random.places, _draw(logits, batch.random, batch.edits))
 
 
 def _draw(logits: Tensor, random: RandomRows, edits: LogitsEdits | None) -> Tensor:
@@ -49,14 +51,15 @@ def _draw(logits: Tensor, random: RandomRows, edits: LogitsEdits | None) -> Tens
     scaled = take_rows(logits, random.places).div_(random.temperature[:, None])
     if edits is not None:
         scaled = edits.after_temperature(scaled, None if random.places is None else random.rows)
-    probs = torch.softmax(scaled, dim=-1)
-    # A NaN, +inf, or nothing but -inf make a whole row of NaN.
-    return _draw_from(probs, random).masked_fill_(probs[:, 0].isnan(), BROKEN)
+    peak = scaled.amax(dim=-1, keepdim=True)  # it passes a NaN on
+    # Weights up to 1 do as well as probabilities. In place: new memory of this size costs more than the arithmetic.
+    weights = scaled.sub_(peak).exp_()
+    return _draw_from(weights, random).masked_fill_(~peak[:, 0].isfinite(), BROKEN)
 
 
-def _draw_from(probs: Tensor, random: RandomRows) -> Tensor:
+def _draw_from(weights: Tensor, random: RandomRows) -> Tensor:
     """On an accelerator top-p is served by sorting: a rejected draw could be noticed only by waiting for it."""
-    if probs.device.type == "cpu" or not random.any_top_p:
-        return draw_by_rejection(probs, random)
-    without = draw_by_rejection(probs, replace(random, any_top_p=False))
-    return torch.where(random.top_p < 1.0, draw_by_sorting(probs, random), without)
+    if weights.device.type == "cpu" or not random.any_top_p:
+        return draw_by_rejection(weights, random)
+    without = draw_by_rejection(weights, replace(random, any_top_p=False))
+    return torch.where(random.top_p < 1.0, draw_by_sorting(weights, random), without)

@@ -68,7 +68,7 @@ class ParallelState:
     @property
     def tp(self) -> GroupCoordinator:
         """The ranks that layers are divided over."""
-        return self._groups["tp"]
+        return self.group("tp")
 
     def group(self, axis: str) -> GroupCoordinator:
         return self._groups[axis]

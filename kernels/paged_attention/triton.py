@@ -1,4 +1,7 @@
-"""Paged attention from Triton kernels: how a batch's work is divided, and its parts joined."""
+"""Paged attention from Triton kernels: how a batch's work is divided, and its parts joined.
+
+The kernels do not cap scores: with a softcap the twin computes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton
 from torch import Tensor
 
 from inferd.kernels.cuda.device import card
+from inferd.kernels.paged_attention import reference
 from inferd.kernels.paged_attention.triton_decode import launch_decode
 from inferd.kernels.paged_attention.triton_merge import launch_combine
 from inferd.kernels.paged_attention.triton_prefill import launch_prefill, launch_prefixes
@@ -26,7 +30,8 @@ def paged_decode(
     window: int | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    refuse_softcap(softcap)
+    if softcap is not None:
+        return reference.paged_decode(q, kv_cache, block_tables, seq_lens, scale, window, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     max_seq_len = block_tables.shape[1] * kv_cache.shape[2]
@@ -44,7 +49,8 @@ def paged_prefill(
     window: int | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    refuse_softcap(softcap)
+    if softcap is not None:
+        return reference.paged_prefill(q, kv_cache, block_tables, query_starts, seq_lens, scale, window, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     max_seq_len = block_tables.shape[1] * kv_cache.shape[2]
@@ -56,7 +62,8 @@ def paged_prefill(
 def prefix_attend(
     q: Tensor, kv_cache: Tensor, block_ids: Tensor, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    refuse_softcap(softcap)
+    if softcap is not None:
+        return reference.prefix_attend(q, kv_cache, block_ids, scale, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     max_seq_len = block_ids.shape[0] * kv_cache.shape[2]
@@ -65,11 +72,6 @@ def prefix_attend(
     arguments = (q, kv_cache, block_ids[None], starts, lens, scale, None)
     prefill_into(out, lse, *arguments, max_query_len=q.shape[0], max_seq_len=max_seq_len, causal=False)
     return out, lse
-
-
-def refuse_softcap(softcap: float | None) -> None:
-    if softcap is not None:
-        raise NotImplementedError("the Triton attention kernels do not cap scores yet")
 
 
 def decode_into(

@@ -7,6 +7,7 @@ worker goes through its wire form. Blocks hold 4 tokens, windows 8: most of a pr
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -154,5 +155,5 @@ def test_tokens_do_not_depend_on_how_blocks_are_kept(
 def test_answers_vary(expected: tuple[str, Path, dict[str, list[int]]]) -> None:
     """What is compared above would show a wrong key: hardly any token is the one before it again."""
     _, _, answers = expected
-    pairs = [pair for tokens in answers.values() for pair in zip(tokens, tokens[1:], strict=False)]
+    pairs = [pair for tokens in answers.values() for pair in itertools.pairwise(tokens)]
     assert sum(a == b for a, b in pairs) < len(pairs) / 5

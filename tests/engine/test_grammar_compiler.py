@@ -13,7 +13,10 @@ import psutil
 import pytest
 
 from inferd.engine.config import EngineArgs
+from inferd.engine.core.output import GrammarBitmask
 from inferd.engine.errors import ConfigError
+from inferd.engine.executor.wire import Sample, make_encoder, to_worker_decoder
+from inferd.engine.grammar import manager as manager_module
 from inferd.engine.grammar.backends import choose_backends
 from inferd.engine.grammar.base import CannotExpress, CompiledGrammar
 from inferd.engine.grammar.cache import Failure, GrammarCache
@@ -254,6 +257,27 @@ def test_rows_for_drafts(folder: Path) -> None:
         assert [allowed(row) for row in rows] == [{a}, {b}, {c, end}, {end}, everything, {x}, {x}, everything]
     assert manager.accept("a", [a, b, end]).is_ended
     manager.close()
+
+
+def test_an_idle_compiler_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "IDLE_S", 0.05)
+    compiler = GrammarCompiler(folder, MODEL_VOCAB_SIZE, [IM_END_ID], backends=["llguidance"], timeout_s=60.0)
+    manager = GrammarManager(compiler, MODEL_VOCAB_SIZE, [IM_END_ID], cache_bytes=1 << 20)
+    for name in "ab":
+        manager.add(name, StructuredOutput(regex=name))
+        wait_for(manager, name, GrammarState.READY)
+        while children():
+            time.sleep(0.01)
+    manager.close()
+
+
+def test_a_bitmask_crosses_to_worker_processes() -> None:
+    sent = Sample(3, GrammarBitmask(["a", "b"], np.array([[1, -1], [0, 5]], np.int32)))
+    received = to_worker_decoder().decode(make_encoder().encode(sent))
+    assert isinstance(received, Sample)
+    assert received.bitmask is not None
+    assert received.bitmask.request_ids == ["a", "b"]
+    assert np.array_equal(received.bitmask.words, [[1, -1], [0, 5]])
 
 
 def test_names_of_backends(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from inferd.engine.core.kv.plan import group_layers, longest_context, plan_kv_cache
 from inferd.engine.core.kv.spec import KVSpec, SlidingWindowSpec
 from inferd.engine.errors import ConfigError, NotSupported
+from inferd.engine.executor import wire
 
 FULL = KVSpec(block_size=4, num_kv_heads=1, head_size=2, dtype="float32")  # 64 bytes a page
 SLIDING = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=2, dtype="float32", window=8)
@@ -40,6 +42,13 @@ def test_layers_of_different_groups_share_memory() -> None:
     config = plan_kv_cache(layers("sfssfs"), available_bytes=11 * 2 * 64 + 5, max_model_len=8)
     assert config.num_blocks == 11
     assert config.tensors == (("layers.1", "layers.0", "layers.3"), ("layers.4", "layers.2", "layers.5"))
+
+
+def test_a_plan_travels_to_worker_processes() -> None:
+    config = plan_kv_cache(layers("sfssfs"), available_bytes=5000, max_model_len=10**6, fit_max_model_len=True)
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(wire.pack(config)))
+    assert wire.unpack(plain) == config
+    assert config.max_model_len is not None
 
 
 def test_a_layer_that_keeps_less_gets_longer_pages() -> None:

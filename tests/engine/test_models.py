@@ -59,7 +59,10 @@ GEMMA3_ROPES = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", GEMMA | dict(attn_logit_softcapping=3.0, final_logit_softcapping=2.0)),
-    "gemma2-uncapped": ("Gemma2", GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=2.0)),
+    "gemma2-uncapped": (
+        "Gemma2",
+        GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=2.0, query_pre_attn_scalar=400),
+    ),
     "gemma3": ("Gemma3", GEMMA | dict(rope_parameters=GEMMA3_ROPES, layer_types=["sliding_attention"] * 2 + [FULL])),
     "gemma3-pattern": ("Gemma3", GEMMA | dict(num_hidden_layers=6)),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
