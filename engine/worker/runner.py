@@ -33,7 +33,10 @@ NOT_FINITE = (
     "the model computed NaN or infinite logits for this request; when all requests end so, "
     "its weights are damaged or need another dtype"
 )
-NOTHING_LEFT = "allowed_token_ids, bad_words, logit_bias and min_tokens of this request leave no token to choose from"
+NOTHING_LEFT = (
+    "allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar of this request, taken together, "
+    "leave no token to choose from"
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inferd.engine.bench import __main__ as bench
+from inferd.engine.bench import command as bench
 from inferd.engine.bench import gpu_profile
 from inferd.engine.bench.gpu_profile import StepParts, profile_steps
 from inferd.engine.bench.gpu_report import GpuReport

@@ -312,7 +312,7 @@ def test_a_request_that_forbids_everything_fails_alone(folder: Path) -> None:
     jobs = [Job("impossible", (40, 41), impossible), Job("fine", (40, 41), fine)]
     run = run_jobs(make_core(folder), jobs)
     assert run.reasons["impossible"] is FinishReason.ERROR
-    assert "leave no token" in str(run.outputs["impossible"][-1].error)
+    assert "leave no token to choose from" in str(run.outputs["impossible"][-1].error)
     assert run.tokens["fine"] == run_jobs(make_core(folder), [jobs[1]]).tokens["fine"]
 
 
