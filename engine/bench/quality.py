@@ -41,9 +41,10 @@ class Author:
         self._sampler = Sampler()
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        kept = logits.float().clone()  # the sampler may overwrite what it is given
         token_ids = self._sampler(logits, batch)
-        for request_id, row, token_id in zip(batch.request_ids, logits, token_ids.tolist(), strict=True):
-            self.logits.setdefault(request_id, []).append(row.float().clone())
+        for request_id, row, token_id in zip(batch.request_ids, kept, token_ids.tolist(), strict=True):
+            self.logits.setdefault(request_id, []).append(row)
             self.token_ids.setdefault(request_id, []).append(token_id)
         return token_ids
 

@@ -50,7 +50,14 @@ def make_compiler(folder: Path) -> Iterator[Callable[..., GrammarCompiler]]:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "inferd.engine.grammar.child" in child.cmdline()]
+    return [child for child in psutil.Process().children() if is_compiler(child)]
+
+
+def is_compiler(process: psutil.Process) -> bool:
+    try:
+        return "inferd.engine.grammar.child" in process.cmdline()
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):
+        return False  # just ended
 
 
 def test_a_compiled_grammar_comes_out_of_the_child(make_compiler: Any) -> None:
