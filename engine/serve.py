@@ -19,7 +19,6 @@ from inferd.engine.core.parent import die_with_parent
 from inferd.engine.core.proc import EngineCoreProc, OutputChannel
 from inferd.engine.errors import EngineError
 from inferd.engine.messages import EngineStartFailed
-from inferd.engine.threads import wait_briefly
 
 logger = logging.getLogger("inferd.engine")
 
@@ -31,7 +30,6 @@ def main(argv: list[str] | None = None) -> None:
     die_with_parent(start.death_fd, start.parent_pid, kernel_signal=start.kernel_signal)
     os.umask(0o077)
     os.environ["HF_HUB_OFFLINE"] = "1"  # an engine reads its model folder and nothing else
-    wait_briefly()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     sys.exit(serve(start))

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import sys
 
-from inferd.engine.threads import wait_briefly
+from inferd.engine.bench.command import main
 
 if __name__ == "__main__":
-    wait_briefly()
-    from inferd.engine.bench.command import main
-
     sys.exit(main())
