@@ -87,7 +87,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
     async def start(model: str) -> ServedModel:
         record = catalog.find(model)
         args = settings.engine.to_args(catalog.folder(record))
-        recommended = recommended_sampling(record.source)
+        recommended = recommended_sampling([file.sha256 for file in record.files])
         return await ServedModel.start(args, run_dir, settings.load_timeout_s, recommended)
 
     supervisor = Supervisor(start, max_loaded_models=settings.max_loaded_models, load_timeout_s=settings.load_timeout_s)

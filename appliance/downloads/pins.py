@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 
@@ -53,8 +53,9 @@ KNOWN_DISTRIBUTIONS: Mapping[str, KnownDistribution] = {
 }
 
 
-def recommended_sampling(source: str) -> Mapping[str, float]:
-    """Of a model from `source`, the text of a `Source`; empty where nothing is known."""
-    scheme, _, rest = source.partition(":")
-    known = KNOWN_DISTRIBUTIONS.get(rest.partition("==")[0]) if scheme == "pypi" else None
-    return known.sampling if known is not None else {}
+def recommended_sampling(file_digests: Collection[str]) -> Mapping[str, float]:
+    """Of a model whose files have these SHA-256, wherever it was pulled from; empty where nothing is known."""
+    for known in KNOWN_DISTRIBUTIONS.values():
+        if any(pin.member_sha256 in file_digests for pin in known.versions.values()):
+            return known.sampling
+    return {}
