@@ -45,6 +45,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV); torch alone is hundreds of megabytes, so this takes minutes on a slow line."
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 

@@ -23,6 +23,7 @@ def chat_with_person(client: Client, model: str) -> None:
     """
     import readline  # noqa: F401 - importing it gives `input` its line editing
 
+    print(f"{model} listens. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -30,6 +31,9 @@ def chat_with_person(client: Client, model: str) -> None:
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:  # takes back what was being typed
+            print()
+            continue
         if not question.strip():
             continue
         messages.append({"role": "user", "content": question})

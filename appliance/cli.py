@@ -1,31 +1,24 @@
-"""The command line: verbs parse, call and print. Exit codes are those of `exit_code_of`."""
+"""The command line: verbs parse, call and print. Exit codes are those of `exits.exit_code_of`."""
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import os
 import sys
 import tomllib
-from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
 from inferd.appliance import library_cli
 from inferd.appliance.chat_cli import chat_once, chat_with_person
-from inferd.appliance.client import Client, NotRunning, Refused
-from inferd.appliance.library.errors import EmptyLibrary, LibraryError
-from inferd.appliance.listener import PortTaken
-from inferd.appliance.settings import Settings, SettingsError, load_settings
-from inferd.appliance.supervisor.errors import UnknownModel
-from inferd.engine.errors import ConfigError, EngineError
+from inferd.appliance.client import Client
+from inferd.appliance.exits import with_exit_codes
+from inferd.appliance.library.errors import EmptyLibrary
+from inferd.appliance.settings import SettingsError, load_settings
 
-P = ParamSpec("P")
-EXPECTED = (EngineError, LibraryError, NotRunning, OSError, PortTaken, Refused, SettingsError, UnknownModel)
 app = typer.Typer(
     name="inferd",
     help="An inference appliance: a model library, an engine and the OpenAI API, on this machine.",
@@ -42,56 +35,12 @@ SetOption = Annotated[
 ]
 
 
-def exit_code_of(error: BaseException) -> int:
-    """1 failure · 3 not running · 4 not found · 5 refused · 7 disk · 75 try again · 78 bad config · 130 Ctrl-C."""
-    match error:
-        case LibraryError():
-            return error.exit_code
-        case OSError():
-            return library_cli.exit_code_of_os_error(error)
-        case SettingsError() | ConfigError():
-            return 78
-        case NotRunning():
-            return 3
-        case UnknownModel():
-            return 4
-        case Refused():
-            return {403: 5, 404: 4, 408: 75, 429: 75, 503: 75}.get(error.status, 1)
-        case KeyboardInterrupt():
-            return 130
-    return 1
-
-
 def main() -> None:
     app()
 
 
-def _with_exit_codes(verb: Callable[P, None]) -> Callable[P, None]:
-    @functools.wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            verb(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            raise typer.Exit(exit_code_of(error)) from None
-        except (
-            EngineError,
-            LibraryError,
-            NotRunning,
-            OSError,
-            PortTaken,
-            Refused,
-            SettingsError,
-            UnknownModel,
-        ) as error:
-            typer.echo(f"inferd: {error}", err=True)
-            logging.getLogger("inferd").debug("the cause", exc_info=error)
-            raise typer.Exit(exit_code_of(error)) from error
-
-    return run
-
-
 @app.command()
-@_with_exit_codes
+@with_exit_codes
 def serve(
     model: Annotated[
         str | None, typer.Option(help="What to load: a name of the library, a model folder, or a source to pull.")
@@ -109,7 +58,7 @@ def serve(
 
 
 @app.command()
-@_with_exit_codes
+@with_exit_codes
 def run(
     model: Annotated[str | None, typer.Argument(help="A model's name; left out: the loaded one.")] = None,
     prompt: Annotated[str | None, typer.Argument(help="One question; left out: a conversation.")] = None,
@@ -118,7 +67,7 @@ def run(
 ) -> None:
     """Chat with a model of the running daemon; Ctrl-C stops an answer, Ctrl-D ends."""
     settings = load_settings({"host": host, "port": port})
-    with Client(daemon_address(settings)) as client:
+    with Client(settings.address) as client:
         known = client.model_ids()
         if prompt is None and model is not None and model not in known and " " in model:
             model, prompt = None, model  # a question alone
@@ -137,7 +86,7 @@ def run(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     short_help="Measure the engine; `inferd bench --help` has its options.",
 )
-@_with_exit_codes
+@with_exit_codes
 def bench(
     context: typer.Context,
     model: Annotated[str | None, typer.Option(help="A name of the library, or a model folder.")] = None,
@@ -153,11 +102,6 @@ def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON objec
     """Print the version."""
     number = installed_version("inferd")
     typer.echo(json.dumps({"name": "inferd", "version": number}) if as_json else f"inferd {number}")
-
-
-def daemon_address(settings: Settings) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{settings.port}"
 
 
 def _assignments(texts: list[str] | None) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import msgspec
 import typer
@@ -21,18 +19,12 @@ from inferd.appliance.downloads.remote import pull_by_daemon
 from inferd.appliance.downloads.show import LineProgress, bar_progress
 from inferd.appliance.downloads.source import parse_source
 from inferd.appliance.downloads.stagings import Stagings
-from inferd.appliance.library.errors import EmptyLibrary, LibraryError
+from inferd.appliance.exits import with_exit_codes
+from inferd.appliance.library.errors import EmptyLibrary
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.names import check_name
 from inferd.appliance.library.records import ModelRecord
-from inferd.appliance.settings import Settings, SettingsError, load_settings
-from inferd.engine.errors import EngineError
-
-EXIT_FAILURE = 1
-EXIT_DISK_FULL = 7
-EXIT_BAD_CONFIG = 78
-EXIT_INTERRUPTED = 130
-P = ParamSpec("P")
+from inferd.appliance.settings import load_settings
 
 SourceArgument = Annotated[
     str,
@@ -46,9 +38,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on stdo
 
 
 def register(app: typer.Typer) -> None:
-    app.command("pull")(_with_exit_codes(pull))
-    app.command("ls")(_with_exit_codes(ls))
-    app.command("convert")(_with_exit_codes(convert))
+    app.command("pull")(with_exit_codes(pull))
+    app.command("ls")(with_exit_codes(ls))
+    app.command("convert")(with_exit_codes(convert))
 
 
 def pull(source: SourceArgument, name: NameOption = None, as_json: JsonOption = False) -> None:
@@ -58,7 +50,7 @@ def pull(source: SourceArgument, name: NameOption = None, as_json: JsonOption = 
     if name is not None:
         check_name(name)
     with _progress() as report:
-        record = pull_by_daemon(_address(settings), settings.home, parsed, name, report)
+        record = pull_by_daemon(settings.address, settings.home, parsed, name, report)
         if record is None:
             with Library.open(settings.home) as library:
                 record = build_pull_service(library, os.environ).pull(parsed, report, name=name)
@@ -107,39 +99,6 @@ def model_folder(wanted: str | None) -> Path:
         if not models:
             raise EmptyLibrary
         return library.folder(models[0])
-
-
-def exit_code_of_os_error(error: OSError) -> int:
-    return EXIT_DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else EXIT_FAILURE
-
-
-def _with_exit_codes(verb: Callable[P, None]) -> Callable[P, None]:
-    @functools.wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            verb(*args, **kwargs)
-        except LibraryError as error:
-            _fail(error, error.exit_code)
-        except SettingsError as error:
-            _fail(error, EXIT_BAD_CONFIG)
-        except EngineError as error:
-            _fail(error, EXIT_FAILURE)
-        except OSError as error:
-            _fail(error, exit_code_of_os_error(error))
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-
-    return run
-
-
-def _fail(error: Exception, exit_code: int) -> None:
-    typer.echo(f"inferd: {error}", err=True)
-    raise typer.Exit(exit_code) from error
-
-
-def _address(settings: Settings) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{settings.port}"
 
 
 @contextmanager

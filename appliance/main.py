@@ -27,7 +27,7 @@ from inferd.appliance.downloads.progress import Report, ignore_progress
 from inferd.appliance.library.library import Library
 from inferd.appliance.listener import listen
 from inferd.appliance.rundir import daemon_folder
-from inferd.appliance.settings import Settings
+from inferd.appliance.settings import Settings, http_address
 from inferd.appliance.supervisor.catalog import Catalog
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.appliance.supervisor.supervisor import Supervisor
@@ -184,4 +184,4 @@ def make_server(state: AppState) -> DaemonServer:
 
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return http_address(host, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from contextlib import ExitStack
@@ -44,9 +45,14 @@ def greeting(started: Started, port: int) -> str:
             f"\ninferd serves {started.model} at {url} (loaded in {started.load_s:.1f} s). Ask it:\n",
             f"  curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'",
             f'  python -c "{python}"',
-            f'  inferd run {where}{started.model} "{QUESTION}"\n',
+            f'  {_command()} run {where}{started.model} "{QUESTION}"\n',
         )
     )
+
+
+def _command() -> str:
+    """How this shell finds us: a virtual environment that is not active is on no path."""
+    return "inferd" if shutil.which("inferd") else sys.argv[0]
 
 
 class _PullDisplay:

@@ -109,6 +109,11 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineSettings = Field(default_factory=EngineSettings)
 
+    @property
+    def address(self) -> str:
+        """Where a client finds the daemon."""
+        return http_address(self.host, self.port)
+
     @field_validator("host")
     @classmethod
     def _loopback_only(cls, host: str) -> str:
@@ -123,6 +128,10 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, path: Path) -> Path:
         return path.expanduser().absolute()
+
+
+def http_address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -205,6 +205,10 @@ def _read_json(path: Path, kind: type[_File]) -> _File:
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.parent.is_dir():
+        raise LoadError(
+            f"{path.parent} is not a folder: a model is the path of a folder with its weights and tokenizer"
+        )
     if not path.is_file():
         raise LoadError(f"{path} is missing: a model folder needs a tokenizer.json to turn text into tokens")
     try:

@@ -258,6 +258,10 @@ def test_a_conversation(serve: Serve, inferd_environment: dict[str, str], tmp_pa
     replies = {"France": "Paris.", "bell": "\x1b]0;mine\x07 ding", "lines": lines, "long": "word " * 300}
     folder = make_model_folder(tmp_path / "talker", replies=replies, kv_blocks=1025, delay_s=0.005)
     with closing(Terminal(inferd_environment, "--port", str(serve("--model", str(folder)).port))) as terminal:
+        assert "Ctrl-D ends" in terminal.read_until(">>> ")
+        terminal.type("half a question")
+        terminal.read_until("half a question")
+        terminal.process.send_signal(signal.SIGINT)  # takes it back
         terminal.read_until(">>> ")
         terminal.type("long\r")
         terminal.read_until("word word")

@@ -143,3 +143,10 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"tokenizer\.json is missing"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "model.gguf"])
+def test_what_is_no_folder_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(LoadError, match=f"{name} is not a folder"):
+        Tokenizer.from_folder(tmp_path / name)
