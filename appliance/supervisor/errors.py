@@ -15,12 +15,15 @@ class UnknownModel(Exception):
         super().__init__(f"The model '{name[:200]}' does not exist. Models here: {listed}.")
 
 
-class ModelUnavailable(Exception):
-    """The model exists and may answer later: after about `retry_after_s`."""
+UnavailableCode = Literal[
+    "model_loading", "draining", "engine_dead", "insufficient_memory", "not_supported", "not_loaded"
+]
 
-    def __init__(
-        self, reason: str, retry_after_s: float, code: Literal["model_loading", "draining", "engine_dead"]
-    ) -> None:
+
+class ModelUnavailable(Exception):
+    """The model exists, and may answer after about `retry_after_s`; None: not before somebody changes something."""
+
+    def __init__(self, reason: str, retry_after_s: float | None, code: UnavailableCode) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.code = code

@@ -65,8 +65,20 @@ class ServedModel:
         start, end = (self.llm.tokenizer.backend.token_to_id(token) for token in REASONING_TOKENS)
         return None if start is None or end is None else (start, end)
 
+    @property
+    def last_heartbeat(self) -> float:
+        return self.llm.last_heartbeat
+
     async def wait_dead(self) -> EngineDeadError:
         return await self.llm.wait_dead()
+
+    async def sleep(self, level: int) -> None:
+        """Raises `EngineError`."""
+        await self.llm.call("sleep", level)
+
+    async def wake(self) -> None:
+        """Raises `EngineError`."""
+        await self.llm.call("wake")
 
     async def shutdown(self, drain_s: float) -> None:
         self._stopping = self._stopping or self.llm.is_alive

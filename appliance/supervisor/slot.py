@@ -1,4 +1,8 @@
-"""One model's engine process and the one task that owns its life."""
+"""One model's engine process and the one task that owns its life.
+
+The supervisor sets a goal; the task brings the model there, one step after the other, and reports every change. Nobody
+else moves `state`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from inferd.appliance.supervisor.backoff import Backoff
-from inferd.appliance.supervisor.errors import ModelUnavailable
-from inferd.appliance.supervisor.states import ModelState, check_transition
+from inferd.appliance.supervisor.door import Door
+from inferd.appliance.supervisor.failure import Failure, FailureKind
+from inferd.appliance.supervisor.states import RESTING, ModelState, check_transition
+from inferd.appliance.supervisor.world import Holding
 from inferd.engine.errors import EngineError
 
-PATIENCE_S = 2.0  # a request waits through a pause that is shorter than this; else it is told to come back
 log = logging.getLogger(__name__)
 
 
@@ -24,9 +28,18 @@ class Running(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
-    async def wait_dead(self) -> object:
-        """Returns once the engine process is gone."""
+    @property
+    def last_heartbeat(self) -> float:
+        """Monotonic time of its last sign of life; even an idle engine gives one every few seconds."""
         ...
+
+    async def wait_dead(self) -> object:
+        """Returns once the engine process is gone: an exception that says why, or None."""
+        ...
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake(self) -> None: ...
 
     async def shutdown(self, drain_s: float) -> None:
         """Idempotent; returns once the process is gone, whether it was alive or not."""
@@ -34,176 +47,313 @@ class Running(Protocol):
 
 
 EngineT = TypeVar("EngineT", bound=Running)
-StartEngine = Callable[[], Awaitable[EngineT]]
-
-
-@dataclass(frozen=True)
-class Failure:
-    reason: str
-    retryable: bool  # False: the same start fails again, so the next try waits until somebody asks
-    retry_at: float  # monotonic seconds
-    error: Exception | None = None
-
-    @property
-    def retry_in_s(self) -> float:
-        return max(self.retry_at - time.monotonic(), 0.0)
+StartEngine = Callable[[str, Holding], Awaitable[EngineT]]
+SLEEP_STATES = {1: ModelState.SLEEPING_1, 2: ModelState.SLEEPING_2}
 
 
 class EngineSlot(Generic[EngineT]):
-    """Starts an engine, watches it, and starts it again after it died.
+    """`start` may raise any `EngineError`; it is cancelled when the slot is closed meanwhile."""
 
-    `start` may raise any `EngineError`; it is cancelled when the slot is stopped meanwhile. Everyone but the slot's
-    own task reads `state` and awaits `ready`.
-    """
-
-    def __init__(self, model: str, start: StartEngine[EngineT], backoff: Backoff | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        start: StartEngine[EngineT],
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        crashes: Backoff,
+        failed_loads: Backoff,
+        hung_after_s: float = 300.0,
+    ) -> None:
         self.model = model
         self.state = ModelState.ON_DISK
         self.since = time.monotonic()
+        self.why = ""
+        self.door = Door()
         self.failure: Failure | None = None
+        self.refusal = ""  # why it cannot be loaded at all, as things are
         self.num_starts = 0
-        self.num_open = 0  # requests that hold a lease
-        self.last_used = time.monotonic()
+        self.num_failures = 0  # since the slot was made
+        self.placement: Holding = {}
+        self.asleep: Holding = {}  # what it holds, or is about to hold, in its sleep
+        self.took_s: dict[
+            ModelState, float
+        ] = {}  # what the last load and the last wake took, by the state they led from
         self._start = start
-        self._backoff = backoff or Backoff()
+        self._on_change = on_change
+        self._crashes = crashes
+        self._failed_loads = failed_loads
+        self._hung_after_s = hung_after_s
+        self._crashes_in_a_row = 0
+        self._failures_in_a_row = 0  # to load, wake or sleep
         self._engine: EngineT | None = None
+        self._goal: ModelState | None = None
+        self._goal_set = asyncio.Event()
         self._changed = asyncio.Event()
-        self._wanted = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._drain_s = 0.0
+        self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> EngineT | None:
+        """While it answers."""
         return self._engine if self.state is ModelState.READY else None
 
     @property
-    def is_down(self) -> bool:
-        """Failed, and not about to be started again within moments."""
-        return self.failure is not None and self.state is ModelState.FAILED and self.failure.retry_in_s > PATIENCE_S
+    def process(self) -> EngineT | None:
+        """While there is a process, in whatever state."""
+        return self._engine
 
-    def open(self) -> None:
-        """Begins loading."""
-        self._task = asyncio.create_task(self._run(), name=f"engine {self.model}")
+    @property
+    def is_open(self) -> bool:
+        return (
+            self.state is ModelState.READY and not self.door.held and self._engine is not None and self._engine.is_alive
+        )
 
-    async def close(self, drain_s: float = 0.0) -> None:
-        """Lets open requests finish within `drain_s`, then ends the engine. Idempotent."""
-        self._drain_s = drain_s
-        self._stop.set()
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def load(self, placement: Holding, why: str = "") -> None:
+        """From disk, or out of its sleep."""
+        self.placement = placement
+        self._aim(ModelState.READY, why)
+
+    def sleep(self, level: int, holding: Holding, why: str = "") -> None:
+        """`holding`: what it will hold then. One that sleeps deeper already stays as it is."""
+        if self.state is not ModelState.SLEEPING_2:
+            self.asleep = holding
+            self._aim(SLEEP_STATES[level], why)
+
+    def unload(self, why: str = "") -> None:
+        """Once nobody is inside."""
+        self._aim(ModelState.ON_DISK, why)
+
+    def refuse(self, why: str) -> None:
+        """Everyone who waits is told so, once."""
+        if self.refusal != why:
+            self.refusal = why
+            self._tell()
+
+    def hold(self, held: bool) -> None:
+        self.door.held = held
+        self._tell()
+
+    async def close(self) -> None:
+        """Ends the engine, whoever is inside. Idempotent; nothing is loaded after it."""
+        self._closing = True
         if self._task is not None:
+            self.unload("the daemon is stopping")
+            self._tell()
             await asyncio.wait({self._task})
 
-    async def ready(self, timeout_s: float) -> EngineT:
-        """The engine, once it answers. Raises `ModelUnavailable` when that is not to be expected soon."""
-        self._wanted.set()
-        num_starts = self.num_starts
+    async def changed(self) -> None:
+        """Returns at the next change of anything a waiter looks at."""
+        await self._changed.wait()
+
+    def _aim(self, goal: ModelState, why: str) -> None:
+        self._goal, self.why = goal, why
+        self._goal_set.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._live(), name=f"engine {self.model}")
+
+    async def _live(self) -> None:
+        while not (self._closing and self.state is ModelState.ON_DISK):
+            try:
+                await self._next_step()
+            except Exception:
+                log.critical("%s: the supervisor failed; the engine is ended", self.model, exc_info=True)
+                await self._end_process()
+                self.state = ModelState.LOADING  # wherever the mistake left it, from here the way on is open
+                self._fail("load_failed", None)
+
+    async def _next_step(self) -> None:
+        """One step towards the goal; waits for another goal, or the engine's death, where there is none."""
+        goal, state = self._goal, self.state
+        if goal in (None, state) or (goal is ModelState.READY and self._closing):
+            self._goal = None
+            await self._rest()
+        elif goal is ModelState.READY:
+            await (self._wake() if state in SLEEP_STATES.values() else self._load())
+        elif goal is ModelState.ON_DISK or state in (ModelState.FAILED, ModelState.ON_DISK):
+            self._goal = ModelState.ON_DISK
+            await self._unload()
+        else:
+            await self._fall_asleep(goal)
+
+    async def _rest(self) -> None:
+        self._goal_set.clear()
+        await self._unless_dead(self._goal_set.wait())
+
+    async def _unless_dead(self, act: Awaitable[object]) -> bool:
+        """Does `act` while the engine, if there is one, is watched; False: it died and is buried. Raises as `act`."""
+        engine, doing = self._engine, asyncio.ensure_future(act)
+        if engine is None:
+            await doing
+            return True
+        watching = asyncio.ensure_future(self._watch(engine))
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    if self._engine is not None and self.state is ModelState.READY and self._engine.is_alive:
-                        self.last_used = time.monotonic()
-                        return self._engine
-                    self._refuse_if_hopeless(num_starts)
-                    await self._changed.wait()
-        except TimeoutError:
-            raise ModelUnavailable(
-                f"{self.model} is still loading after {timeout_s:.0f} s", 10.0, "model_loading"
-            ) from None
-
-    def _refuse_if_hopeless(self, num_starts: int) -> None:
-        if self._stop.is_set():
-            raise ModelUnavailable(f"{self.model} is being stopped", 5.0, "draining")
-        if self.state is not ModelState.FAILED or self.failure is None:
-            return
-        failed_for_us = not self.failure.retryable and self.num_starts > num_starts
-        if failed_for_us or self.failure.retry_in_s > PATIENCE_S:
-            wait_s = self.failure.retry_in_s
-            text = f"{self.model} is not running: {self.failure.reason}. Next try in {wait_s:.0f} s"
-            raise ModelUnavailable(text, max(wait_s, 1.0), "engine_dead")
-
-    async def _run(self) -> None:
-        num_failures = 0
-        while not self._stop.is_set():
-            self._wanted.clear()
-            self._move(ModelState.LOADING)
-            self.num_starts += 1
-            error, lived_s = await self._live_once()
-            if self._stop.is_set():
-                break
-            num_failures = self._backoff.count_failure(num_failures, lived_s)
-            await self._cool_down(error, self._backoff.delay_s(num_failures))
-        if self.state is not ModelState.STOPPING:
-            self._move(ModelState.STOPPING)
-        self._move(ModelState.ON_DISK)
-
-    async def _live_once(self) -> tuple[Exception | None, float]:
-        """One engine from its start to its end: the error that ended its start, and the seconds it was ready."""
-        starting = asyncio.ensure_future(self._start())
-        try:
-            await self._until_stop_or(starting)
-            if not starting.done():
-                return None, 0.0
-            engine = starting.result()
-        except Exception as error:
-            level = logging.ERROR if isinstance(error, EngineError) else logging.CRITICAL
-            log.log(level, "%s did not start: %s", self.model, error, exc_info=not isinstance(error, EngineError))
-            return error, 0.0
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+                return True
+            await self._bury(*watching.result())
+            return False
         finally:
-            await _cancelled(starting)
-        return None, await self._watch(engine)
+            await _cancelled(doing)
+            await _cancelled(watching)
 
-    async def _watch(self, engine: EngineT) -> float:
-        self._engine, began = engine, time.monotonic()
-        self.failure = None
-        self._move(ModelState.READY)
-        log.info("%s is ready", self.model)
+    async def _watch(self, engine: EngineT) -> tuple[FailureKind, object]:
+        """Returns when the engine is dead, or has not been heard of for too long."""
         death = asyncio.ensure_future(engine.wait_dead())
         try:
-            await self._until_stop_or(death)
-            if self._stop.is_set():
-                self._move(ModelState.STOPPING)
-            else:
-                log.error("the engine of %s died after %.1f s", self.model, time.monotonic() - began)
+            while True:
+                silent_s = time.monotonic() - engine.last_heartbeat
+                if silent_s > self._hung_after_s:
+                    log.error("the engine of %s has been silent for %.0f s and is ended", self.model, silent_s)
+                    return "engine_hung", None
+                done, _ = await asyncio.wait({death}, timeout=max(self._hung_after_s - silent_s, 0.05))
+                if done:
+                    return "engine_died", death.result()
         finally:
             await _cancelled(death)
-            await engine.shutdown(self._drain_s if self._stop.is_set() else 0.0)
-            self._engine = None
-        return time.monotonic() - began
 
-    async def _cool_down(self, error: Exception | None, delay_s: float) -> None:
-        reason = _reason(error)
-        retryable = not isinstance(error, EngineError) or error.retryable
-        self.failure = Failure(reason, retryable, time.monotonic() + delay_s, error)
-        self._move(ModelState.FAILED)
-        log.info("%s is started again in %.1f s%s", self.model, delay_s, "" if retryable else " or when asked for")
-        await _event_within(self._stop, delay_s)
-        if not retryable and not self._stop.is_set():
-            wanted = asyncio.ensure_future(self._wanted.wait())
-            try:
-                await self._until_stop_or(wanted)
-            finally:
-                await _cancelled(wanted)
-
-    async def _until_stop_or(self, other: asyncio.Future[Any]) -> None:
-        stop = asyncio.ensure_future(self._stop.wait())
+    async def _load(self) -> None:
+        began = time.monotonic()
+        self._move(ModelState.LOADING)
+        self.num_starts += 1
+        self.refusal = ""
+        starting = asyncio.ensure_future(self._start(self.model, self.placement))
         try:
-            await asyncio.wait({stop, other}, return_when=asyncio.FIRST_COMPLETED)
+            await self._unless_redirected(starting)
+            if starting.done():
+                self._engine = starting.result()
+                self._arrive(ModelState.LOADING, began)
+        except Exception as error:
+            self._fail("load_failed", error)
         finally:
-            await _cancelled(stop)
+            await _cancelled(starting)
+        if self.state is ModelState.LOADING:
+            self._move(ModelState.STOPPING)
+            self._move(ModelState.ON_DISK)
+
+    async def _wake(self) -> None:
+        engine, before, began = self._engine, self.state, time.monotonic()
+        assert engine is not None
+        self._move(ModelState.WAKING)
+        if await self._with_engine(engine.wake(), "wake_failed"):
+            self._arrive(before, began)
+
+    def _arrive(self, before: ModelState, began: float) -> None:
+        self.took_s[before] = time.monotonic() - began
+        self.failure = None
+        self._failures_in_a_row = 0
+        self.asleep = {}
+        self.door.held = False
+        self._move(ModelState.READY)
+        log.info("%s is ready after %.1f s", self.model, self.took_s[before])
+
+    async def _fall_asleep(self, goal: ModelState) -> None:
+        if self.state is ModelState.READY and not await self._drain():
+            return
+        if self._goal is not goal:  # asked for something else meanwhile
+            self._move(ModelState.READY)
+            return
+        engine, level = self._engine, 1 if goal is ModelState.SLEEPING_1 else 2
+        assert engine is not None
+        if await self._with_engine(engine.sleep(level), "sleep_failed"):
+            self._move(goal)
+            log.info("%s sleeps at level %d: %s", self.model, level, self.why)
+
+    async def _with_engine(self, act: Awaitable[None], kind: FailureKind) -> bool:
+        """False: it failed, died, or is not wanted any more. One that fails is ended: in what state is it?"""
+        doing = asyncio.ensure_future(act)
+        try:
+            if await self._unless_dead(self._unless_redirected(doing)) and doing.done():
+                doing.result()
+                return True
+        except Exception as error:
+            await self._end_process()
+            self._fail(kind, error)
+        finally:
+            await _cancelled(doing)
+        return False
+
+    async def _unload(self) -> None:
+        if self.state is ModelState.READY and not await self._drain():
+            return
+        if self.state is not ModelState.ON_DISK:
+            self._move(ModelState.STOPPING)
+            await self._end_process()
+            self._move(ModelState.ON_DISK)
+            log.info("%s is unloaded: %s", self.model, self.why)
+
+    async def _drain(self) -> bool:
+        """Until nobody is inside; nobody goes in meanwhile. False: the engine died."""
+        self._move(ModelState.DRAINING)
+        return await self._unless_dead(self._empty())
+
+    async def _empty(self) -> None:
+        while self.door.num_open and not self._closing:
+            await self._changed.wait()
+
+    async def _bury(self, kind: FailureKind, death: object) -> None:
+        lived_s = time.monotonic() - self.since
+        log.error("the engine of %s ended after %.1f s in state %s", self.model, lived_s, self.state.value)
+        await self._end_process()
+        self._crashes_in_a_row = self._crashes.count_failure(self._crashes_in_a_row, lived_s)
+        delay_s = self._crashes.delay_s(self._crashes_in_a_row)
+        self._stand_failed(Failure(kind, time.monotonic() + delay_s, True, _as_error(death)))
+
+    def _fail(self, kind: FailureKind, error: BaseException | None) -> None:
+        known = isinstance(error, EngineError)
+        log.error("%s: %s: %s", self.model, kind.replace("_", " "), error, exc_info=None if known else error)
+        self._failures_in_a_row += 1
+        delay_s = self._failed_loads.delay_s(self._failures_in_a_row)
+        retryable = not isinstance(error, EngineError) or error.retryable
+        was_served = self.failure is not None and self.failure.by_itself
+        self._stand_failed(Failure(kind, time.monotonic() + delay_s, was_served and retryable, error))
+
+    def _stand_failed(self, failure: Failure) -> None:
+        self.failure = failure
+        self.num_failures += 1
+        self._goal = ModelState.ON_DISK if self._closing else None
+        self._move(ModelState.FAILED)
+        log.info("%s may be tried again in %.1f s", self.model, failure.retry_in_s)
+
+    async def _end_process(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown(0.0)
+
+    async def _unless_redirected(self, task: asyncio.Future[Any]) -> None:
+        """Until the task is done, or somebody wants the model gone."""
+        while not task.done() and self._goal is not ModelState.ON_DISK:
+            self._goal_set.clear()
+            asked = asyncio.ensure_future(self._goal_set.wait())
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await _cancelled(asked)
 
     def _move(self, after: ModelState) -> None:
         check_transition(self.model, self.state, after)
         self.state, self.since = after, time.monotonic()
+        if after in RESTING:
+            self.placement = {}
+        if after in (ModelState.ON_DISK, ModelState.FAILED):
+            self.asleep = {}
+        self._tell()
+
+    def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        self._on_change()
+
+    def left(self) -> None:
+        """A request is through."""
+        self.door.leave()
+        self._tell()
 
 
-def _reason(error: Exception | None) -> str:
-    """What a client may know: the error itself names files of this machine, and the log has it."""
-    if error is None:
-        return "its engine process ended"
-    code = error.code if isinstance(error, EngineError) else "internal"
-    return f"its last start failed ({code}, the server's log has the cause)"
+def _as_error(death: object) -> BaseException | None:
+    return death if isinstance(death, BaseException) else None
 
 
 async def _cancelled(task: asyncio.Future[Any]) -> None:
@@ -211,13 +361,5 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()
-
-
-async def _event_within(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
+    if not task.cancelled():
+        task.exception()
