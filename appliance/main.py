@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -24,14 +25,19 @@ from inferd.appliance.downloads.factory import build_pull_service
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.downloads.pins import recommended_sampling
 from inferd.appliance.downloads.progress import Report, ignore_progress
+from inferd.appliance.library.facts import FactsStore
 from inferd.appliance.library.library import Library
+from inferd.appliance.library.lock import in_service
+from inferd.appliance.library.options import OptionsStore
 from inferd.appliance.listener import listen
+from inferd.appliance.memory.devices import HostOnly
+from inferd.appliance.memory.planner import MemoryPlanner, Resident
 from inferd.appliance.rundir import daemon_folder
 from inferd.appliance.settings import Settings, http_address
 from inferd.appliance.supervisor.catalog import Catalog
 from inferd.appliance.supervisor.served import ServedModel
-from inferd.appliance.supervisor.supervisor import FixedNeeds, Supervisor
-from inferd.appliance.supervisor.world import Holding
+from inferd.appliance.supervisor.supervisor import Supervisor
+from inferd.appliance.supervisor.world import Holding, Rules
 
 KEEP_ALIVE_S = 60
 CLOSE_S = 3  # what answers that are already complete get to reach their clients
@@ -65,6 +71,7 @@ def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
         listener = stack.enter_context(closing(listen(settings.host, settings.port)))
         run_dir = stack.enter_context(daemon_folder(settings.run_dir))
         library = stack.enter_context(Library.open(settings.home))
+        stack.enter_context(in_service(settings.home))
         pulls = stack.enter_context(closing(build_pull_service(library, os.environ)))
         state = build_state(settings, library, pulls, run_dir)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
@@ -84,20 +91,30 @@ async def _serve(state: AppState, listener: socket.socket, reports: Reports) -> 
 
 def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
     catalog = Catalog(library, folder_records(settings.model))
+    facts, options = FactsStore(library.database), OptionsStore(library.database)
+    planner = MemoryPlanner(settings, catalog, facts, options, HostOnly())
 
     async def start(model: str, placement: Holding) -> ServedModel:
-        record = catalog.find(model)
-        args = settings.engine.to_args(catalog.folder(record))
+        record, began = catalog.find(model), time.monotonic()
+        args = settings.engine.to_args(catalog.folder(record), kv_cache_bytes=planner.kv_cache_bytes(model))
         recommended = recommended_sampling([file.sha256 for file in record.files])
-        return await ServedModel.start(args, run_dir, settings.load_timeout_s, recommended)
+        served = await ServedModel.start(args, run_dir, settings.load_timeout_s, recommended)
+        planner.loaded(model, served.memory, time.monotonic() - began)
+        return served
 
-    supervisor = Supervisor(
+    supervisor: Supervisor[ServedModel] = Supervisor(
         start,
-        FixedNeeds(settings.max_loaded_models),
+        planner,
+        rules=Rules(sleep_s=settings.sleep_s),
         load_timeout_s=settings.load_timeout_s,
         hung_after_s=settings.engine.step_timeout_s,
     )
-    return AppState(settings, version("inferd"), catalog, pulls, supervisor)
+    planner.residents = lambda: [
+        Resident(slot.model, slot.process.pid, slot.process.memory)
+        for slot in supervisor.slots
+        if slot.process is not None
+    ]
+    return AppState(settings, version("inferd"), catalog, pulls, supervisor, planner)
 
 
 async def _boot(state: AppState, address: str, reports: Reports) -> None:

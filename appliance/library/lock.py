@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inferd.appliance.library.errors import LibraryBusy
+from inferd.appliance.library.errors import HomeServed, LibraryBusy
 
 LOCK_NAME = "library.lock"
+SERVICE_NAME = "daemon.lock"  # each daemon of this home has it, together
 
 
 class LibraryLock:
@@ -41,6 +42,33 @@ class LibraryLock:
                 self._num_holders -= 1
                 if self._num_holders == 0:
                     os.close(self._fd)
+
+
+@contextmanager
+def in_service(home: Path) -> Iterator[None]:
+    """For as long as a daemon serves models of this home. Waits for a process inside `out_of_service`."""
+    with _locked(home / SERVICE_NAME, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def out_of_service(home: Path) -> Iterator[None]:
+    """While something is taken away that a daemon may be using. Raises `HomeServed`."""
+    try:
+        with _locked(home / SERVICE_NAME, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            yield
+    except BlockingIOError:
+        raise HomeServed(home) from None
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, kind)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _take(path: Path) -> int:

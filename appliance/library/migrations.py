@@ -98,3 +98,18 @@ def m004_discarded_folders(db: Database) -> None:
     one knows. A folder that is not noted is never deleted, even when this database is lost and made anew.
     """
     db.execute("CREATE TABLE discarded_folders (path TEXT PRIMARY KEY)")
+
+
+@migration
+def m005_model_facts(db: Database) -> None:
+    """JSON, because a new thing to measure is no new schema. A pull that replaces a model measures it anew."""
+    db.execute(
+        "CREATE TABLE model_facts (model_id TEXT PRIMARY KEY REFERENCES models(id) ON DELETE CASCADE,"
+        " facts TEXT NOT NULL)"
+    )
+
+
+@migration
+def m006_model_options(db: Database) -> None:
+    """No reference to the models: what a person decided outlives a pull that replaces the model."""
+    db.execute("CREATE TABLE model_options (model_id TEXT PRIMARY KEY, options TEXT NOT NULL)")

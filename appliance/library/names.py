@@ -8,6 +8,7 @@ from inferd.appliance.library.errors import InvalidName
 
 MAX_SEGMENT_CHARS = 96
 MAX_SEGMENTS = 2  # "org/name"
+IDENTITY_CHARS = 12  # at the end of a folder's name, after a dash
 _SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _FOREIGN = re.compile(r"[^a-z0-9._-]+")
 
@@ -37,4 +38,4 @@ def folder_name(name: str, identity: str) -> str:
 
     Two contents of one model never share a folder, so a new one is put in place without touching the old one.
     """
-    return f"{name.replace('/', '--')}-{identity[:12]}"
+    return f"{name.replace('/', '--')}-{identity[:IDENTITY_CHARS]}"

@@ -8,6 +8,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from inferd.appliance.chat.messages import ChatMessage
 from inferd.appliance.chat.renderer import ChatRenderer
 from inferd.appliance.supervisor.errors import ModelUnavailable
@@ -16,7 +18,7 @@ from inferd.engine.errors import EngineDeadError
 from inferd.engine.frontend.async_llm import AsyncLLM
 from inferd.engine.frontend.inputs import PreparedRequest, Prompt, RequestFields, TokensPrompt
 from inferd.engine.frontend.outputs import RequestOutput
-from inferd.engine.messages import FinishReason
+from inferd.engine.messages import FinishReason, MemoryRecord
 from inferd.engine.model_config import read_json
 from inferd.engine.params import SamplingParams
 
@@ -31,6 +33,7 @@ class ServedModel:
     def __init__(self, llm: AsyncLLM, sampling_defaults: Mapping[str, Any]) -> None:
         self.llm = llm
         self.sampling_defaults = sampling_defaults
+        self.memory: tuple[MemoryRecord, ...] = ()  # of each rank, as of the last load, sleep or wake
         self._chat = ChatRenderer(llm.tokenizer)
         self._stopping = False
 
@@ -46,6 +49,7 @@ class ServedModel:
         try:
             served = cls(llm, {**(recommended or {}), **read_sampling_defaults(Path(args.model))})
             await asyncio.to_thread(served._chat.start)
+            await served._measure()
             return served
         except BaseException:
             await llm.shutdown()
@@ -54,6 +58,10 @@ class ServedModel:
     @property
     def is_alive(self) -> bool:
         return self.llm.is_alive
+
+    @property
+    def pid(self) -> int:
+        return self.llm.ready.pid
 
     @property
     def max_model_len(self) -> int:
@@ -75,15 +83,20 @@ class ServedModel:
     async def sleep(self, level: int) -> None:
         """Raises `EngineError`."""
         await self.llm.call("sleep", level)
+        await self._measure()
 
     async def wake(self) -> None:
         """Raises `EngineError`."""
         await self.llm.call("wake")
+        await self._measure()
 
     async def shutdown(self, drain_s: float) -> None:
         self._stopping = self._stopping or self.llm.is_alive
         await self.llm.shutdown(drain_s)
         await asyncio.to_thread(self._chat.close)
+
+    async def _measure(self) -> None:
+        self.memory = tuple(msgspec.convert(await self.llm.call("memory"), list[MemoryRecord]))
 
     async def chat_token_ids(self, messages: list[ChatMessage], options: Mapping[str, Any]) -> list[int]:
         """Raises `InvalidRequest`."""

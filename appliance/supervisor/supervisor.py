@@ -43,12 +43,22 @@ FAILED_LOADS = Backoff(first_s=10.0, longest_s=300.0)
 class Needs(Protocol):
     """What is known of a model before and while it is loaded; see `ModelView` for the terms."""
 
-    options: tuple[Holding, ...]
-    asleep: tuple[Holding, Holding] | None
-    load_s: float
-    wake_s: float
-    keep_alive_s: float | None
-    pinned: bool
+    @property
+    def options(self) -> tuple[Holding, ...]: ...
+    @property
+    def asleep(self) -> tuple[Holding, Holding] | None: ...
+    @property
+    def load_s(self) -> float: ...
+    @property
+    def wake_s(self) -> float: ...
+    @property
+    def keep_alive_s(self) -> float | None: ...
+    @property
+    def pinned(self) -> bool: ...
+    @property
+    def hint(self) -> str:
+        """What would make it fit, if it does not."""
+        ...
 
 
 class Planner(Protocol):
@@ -241,7 +251,7 @@ class Supervisor(Generic[EngineT]):
             case Release():
                 slot.hold(False)
             case Refuse(why=why):
-                slot.refuse(why)
+                slot.refuse(why + self._planner.needs(act.model).hint)
 
     def _world(self) -> World:
         views = tuple(self._view(slot) for slot in self._slots.values())
@@ -306,6 +316,7 @@ class FixedNeeds:
     wake_s = 1.0
     keep_alive_s: float | None = None
     pinned = False
+    hint = ""
 
     def __init__(self, max_loaded_models: int = 1) -> None:
         self._capacity = {SLOTS: max_loaded_models}
