@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from inferd.appliance.api import health
+from inferd.appliance.api import admin_models, health
+from inferd.appliance.api.admin import events as admin_events
+from inferd.appliance.api.admin import models as admin_model_acts
+from inferd.appliance.api.admin import requests as admin_requests
 from inferd.appliance.api.admin_pull import make_pull_router
 from inferd.appliance.api.errors import ApiError, bad_request, to_api_error
+from inferd.appliance.api.local_only import refuse_strangers
 from inferd.appliance.api.middleware import AccessLog, CatchErrors, Gate, RequestId
 from inferd.appliance.api.openai import chat, completions, models
 from inferd.appliance.api.state import AppState
+from inferd.appliance.requests.errors import RequestCancelled
 from inferd.appliance.supervisor.errors import ModelUnavailable, UnknownModel
 from inferd.engine.errors import EngineError
 
@@ -37,8 +42,10 @@ def create_app(state: AppState) -> FastAPI:
         exception_handlers=_exception_handlers(),
     )
     app.state.inferd = state
-    for router in (health.router, models.router, chat.router, completions.router):
+    for router in (health.router, models.router, chat.router, completions.router, admin_models.router):
         app.include_router(router)
+    for admin in (admin_events.router, admin_requests.router, admin_model_acts.router):
+        app.include_router(admin, dependencies=[Depends(refuse_strangers)])
     app.include_router(make_pull_router(state.pulls))
     return app
 
@@ -54,7 +61,7 @@ def _exception_handlers() -> dict[Any, Any]:
     async def invalid(_: Request, error: Exception) -> Response:
         return bad_request("The request's path or query is not valid.").response()
 
-    kinds = (ApiError, EngineError, UnknownModel, ModelUnavailable)
+    kinds = (ApiError, EngineError, UnknownModel, ModelUnavailable, RequestCancelled)
     return {HTTPException: http, RequestValidationError: invalid, **dict.fromkeys(kinds, known)}
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from inferd.appliance import library_cli
-from inferd.appliance.chat_cli import chat_once, chat_with_person
+from inferd.appliance.chat_cli import ChatOptions, chat_once, chat_with_person
 from inferd.appliance.client import Client
 from inferd.appliance.exits import with_exit_codes
 from inferd.appliance.library.errors import EmptyLibrary
@@ -39,6 +39,21 @@ def main() -> None:
     app()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"inferd {installed_version('inferd')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """What stands before a verb."""
+
+
 @app.command()
 @with_exit_codes
 def serve(
@@ -49,11 +64,16 @@ def serve(
     port: PortOption = None,
     config: ConfigOption = None,
     sets: SetOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log more, as what the engine decided by itself and why.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API on this machine; the first start pulls a small model."""
     from inferd.appliance.serve_cli import serve_here
 
-    settings = load_settings({**_assignments(sets), "model": model, "host": host, "port": port}, config)
+    given = {"model": model, "host": host, "port": port, "log_level": "debug" if verbose else None}
+    flags = _assignments(sets) | {name: value for name, value in given.items() if value is not None}
+    settings = load_settings(flags, config)
     raise typer.Exit(serve_here(settings))
 
 
@@ -62,10 +82,23 @@ def serve(
 def run(
     model: Annotated[str | None, typer.Argument(help="A model's name; left out: the loaded one.")] = None,
     prompt: Annotated[str | None, typer.Argument(help="One question; left out: a conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before everything else.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: always the likeliest token; left out: what the model's authors recommend.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens that have this much in sum.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="The longest answer; left out: what the context holds.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed and question give the same answer.")] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
     """Chat with a model of the running daemon; Ctrl-C stops an answer, Ctrl-D ends."""
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    options = ChatOptions(system, {name: value for name, value in given.items() if value is not None})
     settings = load_settings({"host": host, "port": port})
     with Client(settings.address) as client:
         known = client.model_ids()
@@ -76,10 +109,13 @@ def run(
         chosen = model or known[0]
         if prompt is None and not sys.stdin.isatty():
             prompt = sys.stdin.read()
-        if prompt is not None:
-            chat_once(client, chosen, prompt)
+        if prompt is None:
+            client.check_model(chosen)  # before anybody types a question
+            chat_with_person(client, chosen, options)
+        elif prompt.strip():
+            chat_once(client, chosen, prompt, options)
         else:
-            chat_with_person(client, chosen)
+            raise typer.BadParameter("the question is empty")
 
 
 @app.command(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)  # the first token may have a load and a queue before it
+WARNING_HEADER = "x-inferd-warning"
+MODELS_PATH = "/admin/v1/models"  # /NAME
 
 
 class NotRunning(Exception):
@@ -46,26 +49,34 @@ class Client:
         """The loaded ones first."""
         return [card["id"] for card in self._get("/v1/models")["data"]]
 
-    def chat(self, model: str, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """The answer's text, piece by piece. Closing the iterator ends the generation."""
-        body = {"model": model, "messages": messages, "stream": True}
-        with self._errors(), self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.is_error:
-                response.read()
-                raise _refused(response)
-            for line in lines(response.iter_bytes()):
-                if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                    continue
-                chunk = json.loads(line.removeprefix(b"data: "))
-                if "error" in chunk:
-                    raise _broken_off(chunk["error"])
-                for choice in chunk["choices"]:
-                    if text := choice["delta"].get("content"):
-                        yield text
+    def check_model(self, name: str) -> None:
+        """Raises `Refused` (404) unless `name` is a model's id or alias."""
+        self._get(f"/v1/models/{quote(name)}")
+
+    @contextmanager
+    def chat(
+        self, model: str, messages: list[dict[str, str]], params: Mapping[str, float | int] | None = None
+    ) -> Iterator[Answer]:
+        """Leaving the context ends the generation. `params` are fields of the request: temperature, max_tokens, …"""
+        body = {"model": model, "messages": messages, "stream": True, **(params or {})}
+        with ExitStack() as stack:
+            with self._errors():
+                response = stack.enter_context(self._http.stream("POST", "/v1/chat/completions", json=body))
+                if response.is_error:
+                    response.read()
+                    raise _refused(response)
+            yield Answer(response, self._errors)
+
+    def remove_model(self, name: str, home: str) -> dict[str, Any]:
+        """What was removed. `home` is the library that is meant: a daemon of another one refuses."""
+        return self._ask("DELETE", f"{MODELS_PATH}/{quote(name)}", params={"home": home})  # type: ignore[no-any-return]
 
     def _get(self, path: str) -> Any:
+        return self._ask("GET", path)
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
         with self._errors():
-            response = self._http.get(path)
+            response = self._http.request(method, path, **options)
             if response.is_error:
                 raise _refused(response)
             return response.json()
@@ -80,6 +91,39 @@ class Client:
             raise Refused(503, f"the daemon at {self._address} ended its answer early: {error}", None) from None
         except (ValueError, KeyError, TypeError) as error:
             raise NotRunning(f"what answers at {self._address} is not inferd: {error!r}") from None
+
+
+class Answer:
+    """A streamed answer. Iterate once: its text, piece by piece; raises `Refused` where it breaks off.
+
+    `warnings` are what the daemon changed about the request; `finish_reason` is known at the end.
+    """
+
+    def __init__(self, response: httpx.Response, errors: Callable[[], AbstractContextManager[None]]) -> None:
+        self.warnings = tuple(filter(None, response.headers.get(WARNING_HEADER, "").split("; ")))
+        self.finish_reason: str | None = None
+        self._response = response
+        self._errors = errors
+
+    def __iter__(self) -> Iterator[str]:
+        events = (line for line in lines(self._response.iter_bytes()) if line.startswith(b"data: {"))
+        while True:
+            with self._errors():  # not around the `yield`: what fails there is the caller's
+                event = next(events, None)
+                text = None if event is None else self._text_of(json.loads(event.removeprefix(b"data: ")))
+            if text is None:
+                return
+            if text:
+                yield text
+
+    def _text_of(self, chunk: dict[str, Any]) -> str:
+        if "error" in chunk:
+            raise _broken_off(chunk["error"])
+        text = ""
+        for choice in chunk["choices"]:
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            text += choice["delta"].get("content") or ""
+        return text
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -22,9 +22,25 @@ class OneLine(logging.Formatter):
         return "    " + text.replace("\n", LINE_BREAK_IN_TRACEBACK)
 
 
-def set_up_logging(level: str) -> Callable[[], None]:
-    """Sends every log to standard error; the returned function takes that back."""
-    handler = logging.StreamHandler(sys.stderr)
+class _Writer(logging.Handler):
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+def write_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def set_up_logging(level: str, write: Callable[[str], None] = write_to_stderr) -> Callable[[], None]:
+    """Hands every log line to `write`; the returned function takes that back."""
+    handler = _Writer(write)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     root = logging.getLogger()
     before = root.level

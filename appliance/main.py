@@ -7,12 +7,9 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -20,24 +17,15 @@ import uvloop
 from inferd.appliance.api.protocol import limited
 from inferd.appliance.api.state import AppState
 from inferd.appliance.app import create_app
-from inferd.appliance.boot import find_model, folder_records, wait_ready
+from inferd.appliance.boot import find_model, wait_ready
+from inferd.appliance.compose import build_state
 from inferd.appliance.downloads.factory import build_pull_service
-from inferd.appliance.downloads.manager import PullService
-from inferd.appliance.downloads.pins import recommended_sampling
 from inferd.appliance.downloads.progress import Report, ignore_progress
-from inferd.appliance.library.facts import FactsStore
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import in_service
-from inferd.appliance.library.options import OptionsStore
 from inferd.appliance.listener import listen
-from inferd.appliance.memory.devices import HostOnly
-from inferd.appliance.memory.planner import MemoryPlanner, Resident
 from inferd.appliance.rundir import daemon_folder
 from inferd.appliance.settings import Settings, http_address
-from inferd.appliance.supervisor.catalog import Catalog
-from inferd.appliance.supervisor.served import ServedModel
-from inferd.appliance.supervisor.supervisor import Supervisor
-from inferd.appliance.supervisor.world import Holding, Rules
 
 KEEP_ALIVE_S = 60
 CLOSE_S = 3  # what answers that are already complete get to reach their clients
@@ -58,6 +46,7 @@ class Reports:
     """How the caller hears of what goes on; `pull` is called in another thread."""
 
     pull: Report = ignore_progress
+    starting: Callable[[str], None] = lambda model: None
     ready: Callable[[Started], None] = lambda started: None
 
 
@@ -81,6 +70,7 @@ def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
 async def _serve(state: AppState, listener: socket.socket, reports: Reports) -> int:
     signals = _Signals()
     server = make_server(state)
+    state.ticker.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _until_asked_to_stop(signals, serving, _boot(state, address_of(listener), reports))
@@ -89,37 +79,10 @@ async def _serve(state: AppState, listener: socket.socket, reports: Reports) -> 
     return signals.exit_code
 
 
-def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
-    catalog = Catalog(library, folder_records(settings.model))
-    facts, options = FactsStore(library.database), OptionsStore(library.database)
-    planner = MemoryPlanner(settings, catalog, facts, options, HostOnly())
-
-    async def start(model: str, placement: Holding) -> ServedModel:
-        record, began = catalog.find(model), time.monotonic()
-        args = settings.engine.to_args(catalog.folder(record), kv_cache_bytes=planner.kv_cache_bytes(model))
-        recommended = recommended_sampling([file.sha256 for file in record.files])
-        served = await ServedModel.start(args, run_dir, settings.load_timeout_s, recommended)
-        planner.loaded(model, served.memory, time.monotonic() - began)
-        return served
-
-    supervisor: Supervisor[ServedModel] = Supervisor(
-        start,
-        planner,
-        rules=Rules(sleep_s=settings.sleep_s),
-        load_timeout_s=settings.load_timeout_s,
-        hung_after_s=settings.engine.step_timeout_s,
-    )
-    planner.residents = lambda: [
-        Resident(slot.model, slot.process.pid, slot.process.memory)
-        for slot in supervisor.slots
-        if slot.process is not None
-    ]
-    return AppState(settings, version("inferd"), catalog, pulls, supervisor, planner)
-
-
 async def _boot(state: AppState, address: str, reports: Reports) -> None:
     settings = state.settings
     record = await find_model(settings.model, settings.default_source, state.catalog, state.pulls, reports.pull)
+    reports.starting(record.id)
     served = await wait_ready(state.supervisor, record.id)
     reports.ready(Started(address, record.id, served.llm.ready.load_s))
 
@@ -151,6 +114,8 @@ async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[
         draining.cancel()
         await state.supervisor.drain(0.0)
     hurry.cancel()
+    await state.requests.close()
+    await state.ticker.close()
     server.should_exit = True
     await asyncio.wait({serving})
 

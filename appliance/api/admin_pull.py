@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from inferd.appliance.api.body import read_json
-from inferd.appliance.api.errors import INTERNAL, ApiError, bad_request
+from inferd.appliance.api.errors import INTERNAL, bad_request
+from inferd.appliance.api.local_only import refuse_other_home, refuse_strangers
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.downloads.progress import PullProgress
 from inferd.appliance.downloads.remote import NDJSON
@@ -23,7 +24,6 @@ from inferd.appliance.downloads.source import Source, parse_source
 from inferd.appliance.downloads.wire import PULL_PATH, PullEvent, PullFailure, PullRequest
 from inferd.appliance.library.errors import InvalidName, InvalidSource, LibraryError
 from inferd.appliance.library.names import check_name
-from inferd.appliance.settings import is_loopback
 
 BODY_LIMIT_BYTES = 64 * 1024
 BODY_TIMEOUT_S = 10.0
@@ -39,10 +39,9 @@ def make_pull_router(service: PullService) -> APIRouter:
 
     @router.post(PULL_PATH)
     async def pull(request: Request) -> Response:
-        _refuse_strangers(request)
+        refuse_strangers(request)
         wanted = _decode(await read_json(request, limit_bytes=BODY_LIMIT_BYTES, timeout_s=BODY_TIMEOUT_S))
-        if wanted.home is not None and wanted.home != str(service.library.home):
-            raise ApiError(409, f"This daemon's home is {service.library.home}.", code="other_home")
+        refuse_other_home(wanted.home, str(service.library.home))
         watch = _Watch(service, _source(wanted), wanted.name)
         task = asyncio.create_task(watch.run())
         running.add(task)
@@ -97,13 +96,6 @@ class _Watch:
         self._latest = event
         self._ended = ended
         self._news.set()
-
-
-def _refuse_strangers(request: Request) -> None:
-    """Only this machine, and only under its own name: a proxy that is allowed to serve models may not add any."""
-    client = request.client.host if request.client is not None else ""
-    if not (is_loopback(client) and is_loopback(request.url.hostname or "")):
-        raise ApiError(403, "Models are pulled from this machine only.", type="permission_error", code="forbidden")
 
 
 def _decode(body: dict[str, object]) -> PullRequest:

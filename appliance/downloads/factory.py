@@ -81,5 +81,5 @@ class _Wiring:
         return Fetcher(open_client, self.stop, self.retry, self.disk)
 
 
-def _import_gguf(gguf: Path, folder: Path) -> None:
-    import_gguf(gguf, folder, IMPORT_TIMEOUT_S)
+def _import_gguf(gguf: Path, folder: Path) -> str | None:
+    return import_gguf(gguf, folder, IMPORT_TIMEOUT_S)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import msgspec
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -24,7 +25,7 @@ from inferd.appliance.downloads.importer import ModelImporter
 from inferd.appliance.downloads.offer import Delivery, Offer, Staging, identity_of
 from inferd.appliance.downloads.progress import Report
 from inferd.appliance.downloads.retry import Interrupted, RetryPolicy, StopSignal, persist, retry_after_s
-from inferd.appliance.downloads.select import GGUF_NAME, WEIGHTS_INDEX, Selection, select_files
+from inferd.appliance.downloads.select import GGUF_NAME, MAX_CONFIG_BYTES, WEIGHTS_INDEX, Selection, select_files
 from inferd.appliance.downloads.shards import check_index
 from inferd.appliance.downloads.source import Source
 from inferd.appliance.library.errors import (
@@ -39,7 +40,6 @@ from inferd.appliance.library.names import name_from
 from inferd.appliance.library.records import ModelFile
 
 TIMEOUT_S = 30.0
-MAX_CONFIG_BYTES = 64 << 20  # of one file that is read whole
 # huggingface-hub lets the errors of its HTTP library through, and which library that is has changed twice. What its own
 # error inherits from is that library's base class.
 _TRANSPORT_ERRORS = cast("tuple[type[Exception], ...]", (*HfHubHTTPError.__bases__, OSError))
@@ -134,7 +134,6 @@ class HubProvider:
             model_id=_model_id(source, selection),
             aliases=_aliases(source, selection),
             revision=commit,
-            format=selection.format,
             identity=identity_of([part for file in wanted for part in (file.rfilename, str(digest_of(file)))]),
             needed_bytes=sum(file.size or 0 for file in wanted),
             deliver=deliver,
@@ -146,18 +145,20 @@ class HubProvider:
         """The configuration first: what cannot be served costs no gigabytes."""
         if selection.format == "gguf":
             name = selection.weights[0]
-            return Delivery([self._fetcher.fetch(downloads[name], staging.model / GGUF_NAME, report)], name)
-        files = [self._fetch_config(downloads[name], staging.model / name, report) for name in selection.config]
+            return Delivery([self._fetcher.fetch(downloads[name], staging.model / GGUF_NAME, report)], name, "gguf")
+        files = [self._fetch_config(downloads[name], staging.model, report) for name in selection.config]
         self._importer.check(staging.model)
         if WEIGHTS_INDEX in selection.config:
             check_index(staging.model / WEIGHTS_INDEX, selection.weights)
         files += [self._fetcher.fetch(downloads[name], staging.model / name, report) for name in selection.weights]
-        return Delivery(files, selection.weights[0])
+        return Delivery(files, selection.weights[0], "safetensors")
 
-    def _fetch_config(self, download: Download, dest: Path, report: Report) -> ModelFile:
+    def _fetch_config(self, download: Download, folder: Path, report: Report) -> ModelFile:
         if (download.size_bytes or 0) > MAX_CONFIG_BYTES:
             raise UnsupportedModel(f"{download.name} has {download.size_bytes} bytes, too many for such a file")
-        return self._fetcher.fetch(download, dest, report)
+        dest = folder / download.name
+        dest.parent.mkdir(exist_ok=True, mode=0o700)
+        return msgspec.structs.replace(self._fetcher.fetch(download, dest, report), name=download.name)
 
 
 def digest_of(file: RepoSibling) -> Digest | None:

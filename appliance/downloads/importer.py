@@ -13,17 +13,17 @@ from inferd.engine.errors import EngineError
 
 @dataclass(frozen=True)
 class ModelImporter:
-    """`import_gguf(file, folder)` writes config.json, tokenizer.json, … of a GGUF file into the folder;
-    `read_config(folder)` reads them. Both raise `EngineError` for what the engine does not serve.
+    """`import_gguf(file, folder)` writes config.json, tokenizer.json, … of a GGUF file into the folder, and returns how
+    it is quantised, where it says so; `read_config(folder)` reads them. Both raise `EngineError` for what the engine does not serve.
     """
 
-    import_gguf: Callable[[Path, Path], None]
+    import_gguf: Callable[[Path, Path], str | None]
     read_config: Callable[[Path], ModelConfig]
 
-    def complete(self, gguf: Path, folder: Path) -> None:
-        """Makes a model folder of a GGUF file. Raises `UnsupportedModel`."""
+    def complete(self, gguf: Path, folder: Path) -> str | None:
+        """Makes a model folder of a GGUF file; returns its quantisation. Raises `UnsupportedModel`."""
         try:
-            self.import_gguf(gguf, folder)
+            return self.import_gguf(gguf, folder)
         except EngineError as error:
             raise UnsupportedModel(f"the GGUF file cannot be imported: {error}") from error
 

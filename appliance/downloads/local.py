@@ -13,7 +13,14 @@ from inferd.appliance.downloads.importer import ModelImporter
 from inferd.appliance.downloads.offer import Delivery, Offer, Staging, identity_of
 from inferd.appliance.downloads.progress import PullProgress, Report
 from inferd.appliance.downloads.retry import StopSignal
-from inferd.appliance.downloads.select import GGUF_NAME, PICKLE_SUFFIXES, WEIGHTS_INDEX, Selection, select_files
+from inferd.appliance.downloads.select import (
+    GGUF_NAME,
+    NESTED_FILES,
+    PICKLE_SUFFIXES,
+    WEIGHTS_INDEX,
+    Selection,
+    select_files,
+)
 from inferd.appliance.downloads.shards import check_index
 from inferd.appliance.downloads.source import Source
 from inferd.appliance.library.errors import InvalidSource, SourceNotFound, UnsupportedModel
@@ -44,16 +51,16 @@ class LocalProvider:
             files = []
             for name, original in originals.items():
                 dest = staging.model / (GGUF_NAME if selection.format == "gguf" else name)
+                dest.parent.mkdir(exist_ok=True, mode=0o700)
                 self._place(original, dest, report)
-                files.append(ModelFile(dest.name, dest.stat().st_size, hashes[name]))
-            return Delivery(files, selection.weights[0])
+                files.append(ModelFile(str(dest.relative_to(staging.model)), dest.stat().st_size, hashes[name]))
+            return Delivery(files, selection.weights[0], selection.format)
 
         return Offer(
             source=source,
             model_id=name_from(path.name.removesuffix(".gguf")),
             aliases=(),
             revision=None,
-            format=selection.format,
             identity=identity_of([part for pair in hashes.items() for part in pair]),
             needed_bytes=0,  # usually links; a copy asks for room itself
             deliver=deliver,
@@ -107,6 +114,7 @@ def _look(path: Path) -> tuple[Selection, Path]:
     """What to take, and the folder it lies in."""
     if path.is_dir():
         names = [entry.name for entry in path.iterdir()]
+        names += [name for name in NESTED_FILES if (path / name).is_file()]
         return select_files(names, None, str(path)), path
     if not path.exists():
         raise SourceNotFound(f"there is no file or folder {path}")

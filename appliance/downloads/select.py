@@ -18,7 +18,14 @@ CONFIG_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "modules.json",  # this and those below: what sentence-transformers says about an embedder
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_xlm-roberta_config.json",
+    "1_Pooling/config.json",
 )
+NESTED_FILES = tuple(name for name in CONFIG_FILES if "/" in name)
+MAX_CONFIG_BYTES = 64 << 20  # of one of these files, which are read whole
 REQUIRED_FILES = ("config.json", "tokenizer.json")
 SINGLE_WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

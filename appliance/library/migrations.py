@@ -102,10 +102,11 @@ def m004_discarded_folders(db: Database) -> None:
 
 @migration
 def m005_model_facts(db: Database) -> None:
-    """JSON, because a new thing to measure is no new schema. A pull that replaces a model measures it anew."""
+    """JSON, because a new thing to measure is no new schema. A folder that is served where it lies has facts too."""
+    db.execute("CREATE TABLE model_facts (model_id TEXT PRIMARY KEY, facts TEXT NOT NULL)")
     db.execute(
-        "CREATE TABLE model_facts (model_id TEXT PRIMARY KEY REFERENCES models(id) ON DELETE CASCADE,"
-        " facts TEXT NOT NULL)"
+        "CREATE TRIGGER facts_leave_with_model AFTER DELETE ON models"
+        " BEGIN DELETE FROM model_facts WHERE model_id = OLD.id; END"
     )
 
 

@@ -32,10 +32,8 @@ class OptionsStore:
         return msgspec.json.decode(row[0], type=ModelOptions) if row is not None else ModelOptions()
 
     def put(self, model: str, options: ModelOptions) -> None:
-        """A model that is not in the library has no options."""
         with self._database.writing() as db:
             db.conn.execute(
-                "INSERT INTO model_options (model_id, options) SELECT id, ? FROM models WHERE id = ?"
-                " ON CONFLICT (model_id) DO UPDATE SET options = excluded.options",
-                [msgspec.json.encode(options).decode(), model],
+                "INSERT OR REPLACE INTO model_options (model_id, options) VALUES (?, ?)",
+                [model, msgspec.json.encode(options).decode()],
             )

@@ -10,7 +10,7 @@ WeightFormat = Literal["safetensors", "gguf"]
 
 
 class ModelFile(msgspec.Struct, frozen=True):
-    """One file of a model folder as it was put in place; `name` has no folder in it."""
+    """One file of a model folder as it was put in place; `name` is relative to that."""
 
     name: str
     size_bytes: int

@@ -81,6 +81,9 @@ class MemoryPlanner:
             known = self._needs[model] = self._reckon(model)
         return known
 
+    def facts(self, model: str) -> ModelFacts:
+        return self._facts.find(model)
+
     def forget(self, model: str) -> None:
         """Its options, files or facts have changed."""
         self._needs.pop(model, None)

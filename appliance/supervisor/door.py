@@ -12,9 +12,13 @@ class Door:
 
     def __init__(self) -> None:
         self.num_open = 0
-        self.held = False  # nobody goes in: the model makes room for another one
+        self.held_for: str | None = None  # nobody goes in: the model makes room for that one
         self.last_used = time.monotonic()
         self._waiting: dict[object, float] = {}  # in order of arrival
+
+    @property
+    def held(self) -> bool:
+        return self.held_for is not None
 
     @property
     def num_waiting(self) -> int:

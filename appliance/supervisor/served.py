@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import msgspec
 
 from inferd.appliance.chat.messages import ChatMessage
 from inferd.appliance.chat.renderer import ChatRenderer
+from inferd.appliance.requests.live import LiveRequest
 from inferd.appliance.supervisor.errors import ModelUnavailable
 from inferd.engine.config import EngineArgs
 from inferd.engine.errors import EngineDeadError
@@ -103,28 +104,48 @@ class ServedModel:
         return await asyncio.to_thread(self._chat.token_ids, messages, options)
 
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, cache_salt: str | None
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, cache_salt: str | None, live: LiveRequest
     ) -> PreparedRequest:
         """Checked against this model, not started. Raises `InvalidRequest`."""
-        fields: RequestFields = {"request_id": request_id, "cache_salt": cache_salt}
+        caller = live.caller
+        fields: RequestFields = {
+            "request_id": request_id,
+            "cache_salt": cache_salt,
+            "client": caller.client,
+            "lane": caller.lane,
+            "priority": caller.priority,
+        }
         length = len(prompt.prompt_token_ids if isinstance(prompt, TokensPrompt) else prompt)
         if length > LONG_PROMPT:
             return await asyncio.to_thread(self.llm.prepare, prompt, params, **fields)
         return self.llm.prepare(prompt, params, **fields)
 
-    async def generate(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+    def begin(
+        self, live: LiveRequest, prepared: Sequence[PreparedRequest]
+    ) -> list[AsyncGenerator[RequestOutput, None]]:
+        """The outputs of each; they count for `live`."""
+        live.begin(prepared, self.llm.abort)
+        return [self._generate(request, live, index) for index, request in enumerate(prepared)]
+
+    async def _generate(
+        self, request: PreparedRequest, live: LiveRequest, index: int
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Every stream ends with a finish reason that clients know. Closing the generator aborts the request.
 
-        Raises `EngineDeadError`, `RequestFailed`, and `ModelUnavailable` when the engine was told to stop.
+        Raises `EngineDeadError`, `RequestFailed`, `RequestCancelled`, and `ModelUnavailable` when the engine was told
+        to stop.
         """
         try:
             async with aclosing(self.llm.generate(request)) as outputs:
                 async for output in outputs:
+                    live.count(index, output)
                     if any(choice.finish_reason is FinishReason.ABORT for choice in output.outputs):
+                        live.raise_if_cancelled()
                         raise EngineDeadError("the engine gave this request up")
                     yield output
-        except EngineDeadError:
-            if self._stopping:
+        except Exception as error:
+            live.broke(error)
+            if self._stopping and isinstance(error, EngineDeadError):
                 raise ModelUnavailable("this server is shutting down", 5.0, "draining") from None
             raise
 

@@ -133,8 +133,9 @@ class EngineSlot(Generic[EngineT]):
             self.refusal = why
             self._tell()
 
-    def hold(self, held: bool) -> None:
-        self.door.held = held
+    def hold(self, other: str | None) -> None:
+        """Lets nobody in, for the sake of another model; None: lets them in again."""
+        self.door.held_for = other
         self._tell()
 
     async def close(self) -> None:
@@ -247,7 +248,7 @@ class EngineSlot(Generic[EngineT]):
         self.failure = None
         self._failures_in_a_row = 0
         self.asleep = {}
-        self.door.held = False
+        self.door.held_for = None
         self._move(ModelState.READY)
         log.info("%s is ready after %.1f s", self.model, self.took_s[before])
 

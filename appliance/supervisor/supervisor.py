@@ -152,7 +152,7 @@ class Supervisor(Generic[EngineT]):
         """Refuses new work, waits up to `drain_s` for open requests, then ends every engine. Never raises for them."""
         self.draining = True
         for slot in self._slots.values():
-            slot.hold(slot.door.held)  # those who wait look again and are told
+            slot.hold(slot.door.held_for)  # those who wait look again and are told
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 while any(slot.door.num_open for slot in self._slots.values()):
@@ -226,7 +226,7 @@ class Supervisor(Generic[EngineT]):
     async def _arrange(self) -> None:
         while True:
             self._look_again.clear()
-            decision = decide(self._world())
+            decision = decide(self.world())
             self.waits_for = decision.waits_for
             for act in decision.acts:
                 self._do(act)
@@ -247,13 +247,14 @@ class Supervisor(Generic[EngineT]):
                 slot.unload(why)
             case Hold(other=other):
                 log.info("%s lets nobody in any more: %s waits for its room", act.model, other)
-                slot.hold(True)
+                slot.hold(other)
             case Release():
-                slot.hold(False)
+                slot.hold(None)
             case Refuse(why=why):
                 slot.refuse(why + self._planner.needs(act.model).hint)
 
-    def _world(self) -> World:
+    def world(self) -> World:
+        """As the policy sees it now."""
         views = tuple(self._view(slot) for slot in self._slots.values())
         return World(time.monotonic(), self._planner.capacity(), views, self._rules)
 

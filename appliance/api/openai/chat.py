@@ -35,8 +35,7 @@ from inferd.appliance.api.openai.schemas import (
 from inferd.appliance.api.openai.structured import blamed_on, field_of
 from inferd.appliance.api.openai.unsupported import CHAT, refuse_unsupported, template_options
 from inferd.appliance.api.sse import Exchange, Wire, event
-from inferd.appliance.api.state import AppState, state_of
-from inferd.appliance.supervisor.served import ServedModel
+from inferd.appliance.api.state import state_of
 from inferd.engine.errors import InvalidRequest
 from inferd.engine.frontend.inputs import PreparedRequest, TokensPrompt
 from inferd.engine.frontend.outputs import CompletionOutput, RequestOutput
@@ -51,26 +50,29 @@ async def create_chat_completion(request: Request) -> Response:
     ask = parse_request(body, ChatRequest)
     refuse_unsupported(body, CHAT)
     head = AnswerHead(f"chatcmpl-{request.state.request_id}", ask.model)
-    return Exchange(lambda wire: _answer(state, ask, head, wire), state.settings.keepalive_s)
+    return Exchange(lambda wire: _answer(request, ask, head, wire), state.settings.keepalive_s)
 
 
-async def _answer(state: AppState, ask: ChatRequest, head: AnswerHead, wire: Wire) -> None:
+async def _answer(request: Request, ask: ChatRequest, head: AnswerHead, wire: Wire) -> None:
     options = template_options(ask.chat_template_kwargs)
-    async with state.lease(ask.model) as served, AsyncExitStack() as stack:
+    async with state_of(request).serve(request, ask.model, "chat") as (served, live), AsyncExitStack() as stack:
         stack.enter_context(blamed_on(field_of(ask)))
         token_ids = await served.chat_token_ids(ask.messages, options)
         max_tokens = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
         params = sampling_params(
             ask, max_tokens, served.sampling_defaults, _num_logprobs(ask), served.reasoning_token_ids
         )
-        prepared = await served.prepare(TokensPrompt(token_ids), params, request_id=head.id, cache_salt=ask.cache_salt)
+        prepared = await served.prepare(
+            TokensPrompt(token_ids), params, request_id=head.id, cache_salt=ask.cache_salt, live=live
+        )
+        (outputs,) = served.begin(live, [prepared])
         headers = warning_headers([prepared])
         if ask.stream:
-            outputs = await once_accepted(served.generate(prepared), params)
+            outputs = await once_accepted(outputs, params)
             await stack.enter_async_context(aclosing(outputs))
             await wire.stream(_events(outputs, ask, head, prepared), headers)
         else:
-            await wire.json(await _complete(served, ask, head, prepared), headers)
+            await wire.json(await _complete(outputs, ask, head, prepared), headers)
 
 
 def _num_logprobs(ask: ChatRequest) -> int | None:
@@ -87,9 +89,11 @@ def _logprobs(ask: ChatRequest, completion: CompletionOutput) -> ChatLogprobs | 
     return chat_logprobs(completion, ask.top_logprobs or 0, stop_is_shown=bool(ask.include_stop_str_in_output))
 
 
-async def _complete(served: ServedModel, ask: ChatRequest, head: AnswerHead, prepared: PreparedRequest) -> bytes:
+async def _complete(
+    outputs: AsyncGenerator[RequestOutput, None], ask: ChatRequest, head: AnswerHead, prepared: PreparedRequest
+) -> bytes:
     count = UsageCount([prepared])
-    (output,) = await last_outputs(merge([served.generate(prepared)]), 1)
+    (output,) = await last_outputs(merge([outputs]), 1)
     count.add(0, output)
     choices = [
         ChatChoice(

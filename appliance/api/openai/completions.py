@@ -31,7 +31,7 @@ from inferd.appliance.api.openai.schemas import (
 from inferd.appliance.api.openai.structured import blamed_on, field_of
 from inferd.appliance.api.openai.unsupported import COMPLETIONS, refuse_unsupported
 from inferd.appliance.api.sse import Exchange, Wire, event
-from inferd.appliance.api.state import AppState, state_of
+from inferd.appliance.api.state import state_of
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.engine.errors import ContextLengthExceeded, InvalidRequest
 from inferd.engine.frontend.inputs import PreparedRequest
@@ -50,12 +50,13 @@ async def create_completion(request: Request) -> Response:
     ask = parse_request(body, CompletionRequest)
     refuse_unsupported(body, COMPLETIONS)
     head = AnswerHead(f"cmpl-{request.state.request_id}", ask.model)
-    return Exchange(lambda wire: _answer(state, ask, head, wire), state.settings.keepalive_s)
+    return Exchange(lambda wire: _answer(request, ask, head, wire), state.settings.keepalive_s)
 
 
-async def _answer(state: AppState, ask: CompletionRequest, head: AnswerHead, wire: Wire) -> None:
+async def _answer(request: Request, ask: CompletionRequest, head: AnswerHead, wire: Wire) -> None:
     prompts = split_prompts(ask.prompt)
-    async with state.lease(ask.model) as served, AsyncExitStack() as stack:
+    serving = state_of(request).serve(request, ask.model, "completions")
+    async with serving as (served, live), AsyncExitStack() as stack:
         stack.enter_context(blamed_on(field_of(ask)))
         max_tokens = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
         params = sampling_params(ask, max_tokens, served.sampling_defaults, num_logprobs(ask))
@@ -63,19 +64,21 @@ async def _answer(state: AppState, ask: CompletionRequest, head: AnswerHead, wir
             params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         try:
             prepared = [
-                await served.prepare(prompt, params, request_id=f"{head.id}-{index}", cache_salt=ask.cache_salt)
+                await served.prepare(
+                    prompt, params, request_id=f"{head.id}-{index}", cache_salt=ask.cache_salt, live=live
+                )
                 for index, prompt in enumerate(prompts)
             ]
         except ContextLengthExceeded as error:
             error.param = "prompt"  # it speaks of messages, as chats have them
             raise
         headers = warning_headers(prepared)
+        merged = merge(served.begin(live, prepared))
         if ask.stream:
-            merged = merge([served.generate(request) for request in prepared])
             outputs = await stack.enter_async_context(aclosing(await once_accepted(merged, params)))
             await wire.stream(_events(served, outputs, ask, head, prepared), headers)
         else:
-            await wire.json(await _complete(served, ask, head, prepared), headers)
+            await wire.json(await _complete(served, merged, ask, head, prepared), headers)
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -152,11 +155,15 @@ class _Pieces:
 
 
 async def _complete(
-    served: ServedModel, ask: CompletionRequest, head: AnswerHead, prepared: list[PreparedRequest]
+    served: ServedModel,
+    merged: AsyncGenerator[tuple[int, RequestOutput], None],
+    ask: CompletionRequest,
+    head: AnswerHead,
+    prepared: list[PreparedRequest],
 ) -> bytes:
     count = UsageCount(prepared)
     choices = []
-    outputs = await last_outputs(merge([served.generate(request) for request in prepared]), len(prepared))
+    outputs = await last_outputs(merged, len(prepared))
     for index, output in enumerate(outputs):
         count.add(index, output)
         choices += _Pieces(served, ask, index, prepared[index]).choices(output)

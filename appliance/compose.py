@@ -1,0 +1,92 @@
+"""Puts the daemon's parts together: the only place that knows all of them."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from inferd.appliance.api.state import AppState
+from inferd.appliance.boards.devices import DeviceBoard
+from inferd.appliance.boards.models import ModelBoard
+from inferd.appliance.boards.ticker import BoardTicker
+from inferd.appliance.boot import folder_records
+from inferd.appliance.downloads.manager import PullService
+from inferd.appliance.downloads.pins import recommended_sampling
+from inferd.appliance.events.hub import EventHub
+from inferd.appliance.library.facts import FactsStore
+from inferd.appliance.library.library import Library
+from inferd.appliance.library.options import OptionsStore
+from inferd.appliance.memory.devices import HostOnly
+from inferd.appliance.memory.planner import MemoryPlanner, Resident
+from inferd.appliance.requests.registry import RequestRegistry
+from inferd.appliance.requests.waits import WaitReasons
+from inferd.appliance.settings import Settings
+from inferd.appliance.supervisor.catalog import Catalog
+from inferd.appliance.supervisor.served import ServedModel
+from inferd.appliance.supervisor.supervisor import Supervisor
+from inferd.appliance.supervisor.world import Holding, Rules
+
+
+def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
+    hub = EventHub()
+    catalog = Catalog(library, folder_records(settings.model))
+    options = OptionsStore(library.database)
+    planner = MemoryPlanner(settings, catalog, FactsStore(library.database), options, HostOnly())
+    ticker = BoardTicker(hub)
+    supervisor: Supervisor[ServedModel] = Supervisor(
+        EngineLauncher(settings, catalog, planner, run_dir).start,
+        planner,
+        rules=Rules(sleep_s=settings.sleep_s),
+        load_timeout_s=settings.load_timeout_s,
+        hung_after_s=settings.engine.step_timeout_s,
+        on_change=lambda model: ticker.changed(),
+    )
+    planner.residents = lambda: residents(supervisor)
+    models = ModelBoard(hub, catalog, supervisor, planner)
+    ticker.boards = {
+        "models": models.refresh,
+        "devices": DeviceBoard(hub, planner).refresh,
+    }
+    requests = RequestRegistry(hub, WaitReasons(supervisor, planner))
+    return AppState(
+        settings=settings,
+        version=version("inferd"),
+        catalog=catalog,
+        options=options,
+        pulls=pulls,
+        supervisor=supervisor,
+        planner=planner,
+        models=models,
+        hub=hub,
+        ticker=ticker,
+        requests=requests,
+    )
+
+
+class EngineLauncher:
+    """Starts the engine of a model of the catalog, and tells the planner what that took."""
+
+    def __init__(self, settings: Settings, catalog: Catalog, planner: MemoryPlanner, run_dir: Path) -> None:
+        self._settings = settings
+        self._catalog = catalog
+        self._planner = planner
+        self._run_dir = run_dir
+
+    async def start(self, model: str, placement: Holding) -> ServedModel:
+        """Raises `EngineError`."""
+        record, began = self._catalog.find(model), time.monotonic()
+        kv_cache_bytes = self._planner.kv_cache_bytes(model)
+        args = self._settings.engine.to_args(self._catalog.folder(record), kv_cache_bytes=kv_cache_bytes)
+        recommended = recommended_sampling([file.sha256 for file in record.files])
+        served = await ServedModel.start(args, self._run_dir, self._settings.load_timeout_s, recommended)
+        self._planner.loaded(model, served.memory, time.monotonic() - began)
+        return served
+
+
+def residents(supervisor: Supervisor[ServedModel]) -> list[Resident]:
+    return [
+        Resident(slot.model, slot.process.pid, slot.process.memory)
+        for slot in supervisor.slots
+        if slot.process is not None
+    ]

@@ -1,0 +1,164 @@
+"""One API request from its arrival to its end, as everybody may see it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from inferd.appliance.requests.errors import RequestCancelled
+from inferd.appliance.schemas import ENDED, Lane, RequestRecord, RequestState
+from inferd.engine.frontend.inputs import PreparedRequest
+from inferd.engine.frontend.outputs import RequestOutput
+
+Abort = Callable[[str], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, as far as that is known."""
+
+    client: str = "local"  # the key's name
+    lane: Lane = "interactive"
+    priority: int = 0
+    peer: str = ""
+    user_agent: str = ""
+    session: str = ""
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """Written by the route that serves it; read through `record`.
+
+    An API request may be several of the engine's (prompts, choices): tokens are added up, and the engine's state is
+    that of the one that is furthest behind.
+    """
+
+    id: str
+    model: str
+    api: str
+    caller: Caller
+    arrived_at: float = field(default_factory=time.time)
+    state: RequestState = "queued"
+    reason: str | None = None
+    reason_text: str = ""
+    position: int | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+    cancelled_by: str | None = None
+    engine_fields: dict[str, Any] = field(default_factory=dict)  # what the engine tells beside what is counted here
+    _prepared: list[PreparedRequest] = field(default_factory=list)
+    _outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    _abort: Abort | None = None
+    _broken_by: Exception | None = None
+    _task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """Of the engine's requests that this one became."""
+        return [prepared.add.request_id for prepared in self._prepared]
+
+    def begin(self, prepared: Iterable[PreparedRequest], abort: Abort) -> None:
+        """It goes into the engine. `abort` ends the streams of a caller's request id there."""
+        self._prepared = list(prepared)
+        self._abort = abort
+        self.state, self.reason, self.reason_text, self.position = "waiting", None, "", None
+        warnings = dict.fromkeys(warning for one in self._prepared for warning in one.warnings)
+        self.warnings = (*self.warnings, *warnings)
+
+    def count(self, index: int, output: RequestOutput) -> None:
+        """Of the `index`-th prompt."""
+        self._outputs[index] = output
+        if self.first_token_at is None and output.num_output_tokens:
+            self.first_token_at = time.time()
+            self.state, self.reason, self.reason_text = "decode", None, ""
+        for choice in output.outputs:
+            if choice.finish_reason is not None:
+                self.finish_reason = choice.finish_reason.value
+
+    async def cancel(self, by: str) -> None:
+        """Its route then raises `RequestCancelled`, before or after the first byte. Idempotent."""
+        if self.is_over or self.cancelled_by is not None:
+            return
+        self.cancelled_by = by
+        if self._abort is not None:
+            for prepared in self._prepared:
+                await self._abort(prepared.request_id)
+        elif self._task is not None:
+            self._task.cancel()
+
+    def raise_if_cancelled(self) -> None:
+        if self.cancelled_by is not None:
+            raise RequestCancelled(self.cancelled_by)
+
+    def broke(self, error: Exception) -> None:
+        """Its stream ends with that error, which its client is told inside the stream."""
+        self._broken_by = self._broken_by or error
+
+    def end_as_it_went(self) -> None:
+        error = self._broken_by
+        if error is None:
+            self.end("finished")
+        else:
+            self.end("cancelled" if isinstance(error, RequestCancelled) else "failed", str(error)[:500])
+
+    def end(self, state: RequestState, error: str | None = None) -> None:
+        self.state, self.error, self.finished_at = state, error, time.time()
+        self.reason, self.reason_text, self.position = None, "", None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(output.num_output_tokens for output in self._outputs.values())
+
+    def record(self) -> RequestRecord:
+        caller, output_tokens = self.caller, self.output_tokens
+        values: dict[str, Any] = {
+            "computed_tokens": output_tokens and self._prompt_tokens + output_tokens,
+            "cached_tokens": sum(output.num_cached_tokens for output in self._outputs.values()),
+            "max_tokens": self._prepared[0].add.params.max_tokens if self._prepared else None,
+            **self.engine_fields,
+            "id": self.id,
+            "client": caller.client,
+            "lane": caller.lane,
+            "model": self.model,
+            "api": self.api,
+            "peer": caller.peer,
+            "user_agent": caller.user_agent,
+            "session": caller.session,
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": output_tokens,
+            "tokens_per_s": self._tokens_per_s(output_tokens),
+            "arrived_at": self.arrived_at,
+            "admitted_at": self.admitted_at,
+            "first_token_at": self.first_token_at,
+            "finished_at": self.finished_at,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "warnings": self.warnings,
+        }
+        mine = {"state": self.state, "reason": self.reason, "reason_text": self.reason_text, "position": self.position}
+        if self.is_over or not self._prepared:
+            values |= mine
+        return msgspec.convert({"priority": caller.priority, **mine, **values}, RequestRecord)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(len(prepared.add.prompt_token_ids) for prepared in self._prepared)
+
+    def _tokens_per_s(self, output_tokens: int) -> float:
+        if self.first_token_at is None or output_tokens < 2:
+            return 0.0
+        seconds = (self.finished_at or time.time()) - self.first_token_at
+        return (output_tokens - 1) / seconds if seconds > 0 else 0.0
