@@ -12,14 +12,16 @@ from starlette.responses import Response
 
 from inferd.appliance.api import admin_models, health
 from inferd.appliance.api.admin import events as admin_events
+from inferd.appliance.api.admin import keys as admin_keys
 from inferd.appliance.api.admin import models as admin_model_acts
 from inferd.appliance.api.admin import requests as admin_requests
 from inferd.appliance.api.admin_pull import make_pull_router
 from inferd.appliance.api.errors import ApiError, bad_request, to_api_error
 from inferd.appliance.api.local_only import refuse_strangers
 from inferd.appliance.api.middleware import AccessLog, CatchErrors, Gate, RequestId
-from inferd.appliance.api.openai import chat, completions, models
+from inferd.appliance.api.openai import chat, completions, embeddings, models, scoring
 from inferd.appliance.api.state import AppState
+from inferd.appliance.auth.admission import TooMany
 from inferd.appliance.requests.errors import RequestCancelled
 from inferd.appliance.supervisor.errors import ModelUnavailable, UnknownModel
 from inferd.engine.errors import EngineError
@@ -42,9 +44,10 @@ def create_app(state: AppState) -> FastAPI:
         exception_handlers=_exception_handlers(),
     )
     app.state.inferd = state
-    for router in (health.router, models.router, chat.router, completions.router, admin_models.router):
+    generating, pooling = (chat.router, completions.router), (embeddings.router, scoring.router)
+    for router in (health.router, models.router, *generating, *pooling, admin_models.router):
         app.include_router(router)
-    for admin in (admin_events.router, admin_requests.router, admin_model_acts.router):
+    for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_keys.router):
         app.include_router(admin, dependencies=[Depends(refuse_strangers)])
     app.include_router(make_pull_router(state.pulls))
     return app
@@ -61,7 +64,7 @@ def _exception_handlers() -> dict[Any, Any]:
     async def invalid(_: Request, error: Exception) -> Response:
         return bad_request("The request's path or query is not valid.").response()
 
-    kinds = (ApiError, EngineError, UnknownModel, ModelUnavailable, RequestCancelled)
+    kinds = (ApiError, EngineError, UnknownModel, ModelUnavailable, RequestCancelled, TooMany)
     return {HTTPException: http, RequestValidationError: invalid, **dict.fromkeys(kinds, known)}
 
 

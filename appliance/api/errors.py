@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
+from inferd.appliance.auth.admission import TooMany
 from inferd.appliance.requests.errors import RequestCancelled
 from inferd.appliance.supervisor.errors import ModelUnavailable, UnknownModel
 from inferd.engine.errors import EngineDeadError, EngineError, InvalidRequest
@@ -67,6 +68,9 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="model_not_found", param="model")
         case ModelUnavailable():
             return server_error(503, f"{error}.", error.code, error.retry_after_s)
+        case TooMany():
+            headers = {"retry-after": str(math.ceil(error.retry_after_s))}
+            return ApiError(429, f"{error}.", type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
         case RequestCancelled():
             headers = {"x-should-retry": "false"}
             return ApiError(503, f"{error}.", type="server_error", code="request_cancelled", headers=headers)
@@ -79,4 +83,4 @@ def to_api_error(error: Exception) -> ApiError:
 
 def is_expected(error: Exception) -> bool:
     """False for what only a bug of ours can cause: it is logged with its traceback."""
-    return isinstance(error, ApiError | EngineError | UnknownModel | ModelUnavailable | RequestCancelled)
+    return isinstance(error, ApiError | EngineError | UnknownModel | ModelUnavailable | RequestCancelled | TooMany)

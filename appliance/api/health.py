@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from inferd.appliance.api.errors import ApiError, server_error
 from inferd.appliance.api.state import AppState, state_of
+from inferd.appliance.supervisor.failure import Failure
 from inferd.appliance.supervisor.states import ModelState
 
 router = APIRouter()
@@ -50,12 +51,20 @@ def _not_ready(state: AppState) -> ApiError | None:
     models = [record.id for record in state.catalog.list_models()]
     if any(model not in known or known[model].state in ANSWERS for model in models):
         return None
-    failures = [slot.failure for slot in known.values() if slot.failure is not None]
-    if failures:
-        first = min(failures, key=lambda failure: failure.retry_in_s)
-        text = f"No model runs: {first.reason}. Next try in {first.retry_in_s:.0f} s."
-        return server_error(503, text, "engine_dead", max(first.retry_in_s, 1.0))
+    failed = [(slot, slot.failure) for slot in known.values() if slot.failure is not None]
+    if failed:
+        slot, failure = min(failed, key=lambda pair: pair[1].retry_in_s)
+        text = f"{slot.model} does not run: {failure.reason}. {_what_follows(slot.state, failure)}"
+        return server_error(503, text, "engine_dead", max(failure.retry_in_s, 1.0))
     return server_error(503, "No model is loaded yet.", "model_loading", 2)
+
+
+def _what_follows(state: ModelState, failure: Failure) -> str:
+    if state is not ModelState.FAILED:
+        return "It is being started again."
+    if failure.by_itself:
+        return f"It is started again in {failure.retry_in_s:.0f} s."
+    return f"It may be asked for again in {failure.retry_in_s:.0f} s."
 
 
 def _json(value: object) -> Response:

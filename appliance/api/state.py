@@ -11,6 +11,12 @@ from typing import Any
 from starlette.requests import Request
 
 from inferd.appliance.api.body import read_json
+from inferd.appliance.api.errors import ApiError
+from inferd.appliance.auth.admission import Admission
+from inferd.appliance.auth.audit import AuditLog
+from inferd.appliance.auth.keys import KeyStore
+from inferd.appliance.auth.principal import LOCAL, Principal
+from inferd.appliance.auth.usage import UsageStore
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
 from inferd.appliance.downloads.manager import PullService
@@ -40,19 +46,35 @@ class AppState:
     hub: EventHub
     ticker: BoardTicker
     requests: RequestRegistry
+    keys: KeyStore
+    admission: Admission
+    usage: UsageStore
+    audit: AuditLog
 
     @asynccontextmanager
     async def serve(self, request: Request, model: str, api: str) -> AsyncIterator[tuple[ServedModel, LiveRequest]]:
         """The ready model of that id or alias, and this request's entry among all others.
 
-        Raises `UnknownModel`, `ModelUnavailable`, `RequestCancelled`.
+        Raises `UnknownModel`, `ModelUnavailable`, `RequestCancelled`, `ApiError` 403 and 429.
         """
-        caller = caller_of(request)
-        with self.requests.serving(request.state.request_id, model, api, caller) as live:
-            live.model = self.catalog.find(model).id
-            async with self.supervisor.lease(live.model, ticket=live) as served:
+        record, who = self.catalog.find(model), principal_of(request)
+        if not who.may_use(record.id):
+            text = f"The key '{who.name}' may not use the model '{record.id}'."
+            raise ApiError(403, text, type="permission_error", code="forbidden", param="model")
+        caller = caller_of(request, who)
+        with (
+            self.admission.admitted(who, record.id) as spent,
+            self.requests.serving(request.state.request_id, record.id, api, caller) as live,
+        ):
+            spent.live = live
+            async with self.supervisor.lease(record.id, ticket=live) as served:
                 live.admitted_at = time.time()
                 yield served, live
+
+    def audited(self, request: Request, action: str, target: str = "", detail: str = "") -> None:
+        """Notes an administrator's act; call it when it is done."""
+        peer = request.client.host if request.client is not None else "socket"
+        self.audit.append(principal_of(request).name, action, target, peer=peer, detail=detail)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
         """The body within this server's limits. Raises `ApiError`."""
@@ -60,9 +82,21 @@ class AppState:
         return await read_json(request, limit_bytes=settings.body_limit_bytes, timeout_s=settings.body_timeout_s)
 
 
-def caller_of(request: Request) -> Caller:
+def principal_of(request: Request) -> Principal:
+    principal = getattr(request.state, "principal", LOCAL)
+    assert isinstance(principal, Principal)
+    return principal
+
+
+def caller_of(request: Request, who: Principal) -> Caller:
+    """A client may ask to be less urgent than its key allows, never more."""
     headers = request.headers
+    wants_batch = headers.get("x-inferd-lane", "").lower() == "batch"
     return Caller(
+        client=who.name,
+        lane="batch" if wants_batch else who.lane,
+        priority=who.priority,
+        salt=who.key_id,
         peer=request.client.host if request.client is not None else "",
         user_agent=headers.get("user-agent", "")[:200],
         session=next((headers[name][:100] for name in SESSION_HEADERS if name in headers), ""),

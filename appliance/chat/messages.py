@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import msgspec
 from inferd.engine.errors import InvalidRequest, NotSupported
 
 MAX_MESSAGES = 4096
-ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -38,8 +37,10 @@ def to_template(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _to_template(message: ChatMessage, where: str) -> dict[str, Any]:
-    if not ROLE.fullmatch(message.role):
-        raise InvalidRequest(f"{where}: a role is a word like user or assistant", param=f"{where}.role")
+    if message.role not in ROLES:
+        raise InvalidRequest(
+            f"{where}.role must be one of {', '.join(ROLES)}, not {message.role[:40]!r}", param=f"{where}.role"
+        )
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
     if message.name is not None:

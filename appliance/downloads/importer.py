@@ -14,7 +14,8 @@ from inferd.engine.errors import EngineError
 @dataclass(frozen=True)
 class ModelImporter:
     """`import_gguf(file, folder)` writes config.json, tokenizer.json, … of a GGUF file into the folder, and returns how
-    it is quantised, where it says so; `read_config(folder)` reads them. Both raise `EngineError` for what the engine does not serve.
+    it is quantised, where it says so; `read_config(folder)` reads them. Both raise `EngineError` for what the engine
+    does not serve.
     """
 
     import_gguf: Callable[[Path, Path], str | None]

@@ -47,7 +47,10 @@ class Stagings:
         self._parts = library.models_folder / PARTS_FOLDER
 
     def open(self, offer: Offer, name: str | None = None) -> Staging:
-        """`name` is what the caller calls the model. The staging of this very content, as an earlier pull left it. Parts of other contents of the model go."""
+        """The staging of this very content, as an earlier pull left it. Parts of other contents of the model go.
+
+        `name` is what the caller wants the model to be called.
+        """
         folder = self._parts / folder_name(offer.model_id, offer.identity)
         staging = Staging(folder / "work", folder / MODEL_FOLDER)
         for other in self._entries():

@@ -114,3 +114,23 @@ def m005_model_facts(db: Database) -> None:
 def m006_model_options(db: Database) -> None:
     """No reference to the models: what a person decided outlives a pull that replaces the model."""
     db.execute("CREATE TABLE model_options (model_id TEXT PRIMARY KEY, options TEXT NOT NULL)")
+
+
+@migration
+def m007_api_keys(db: Database) -> None:
+    db.execute("CREATE TABLE api_keys (id TEXT PRIMARY KEY, digest TEXT NOT NULL, info TEXT NOT NULL)")
+
+
+@migration
+def m008_audit(db: Database) -> None:
+    db.execute("CREATE TABLE audit (id INTEGER PRIMARY KEY, digest TEXT NOT NULL, entry TEXT NOT NULL)")
+
+
+@migration
+def m009_usage(db: Database) -> None:
+    """Tokens by key, model and day (days since the epoch, UTC)."""
+    db.execute(
+        "CREATE TABLE usage (key TEXT NOT NULL, model TEXT NOT NULL, day INTEGER NOT NULL,"
+        " requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,"
+        " output_tokens INTEGER NOT NULL, PRIMARY KEY (key, model, day))"
+    )

@@ -28,6 +28,11 @@ class Caller:
     peer: str = ""
     user_agent: str = ""
     session: str = ""
+    salt: str | None = None  # prefixes are shared among the requests of one key only
+
+    def salted(self, cache_salt: str | None) -> str | None:
+        """With the salt that the client chose itself."""
+        return cache_salt if self.salt is None else f"{self.salt}/{cache_salt or ''}"
 
 
 @dataclass(eq=False)

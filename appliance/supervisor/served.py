@@ -22,6 +22,9 @@ from inferd.engine.frontend.outputs import RequestOutput
 from inferd.engine.messages import FinishReason, MemoryRecord
 from inferd.engine.model_config import read_json
 from inferd.engine.params import SamplingParams
+from inferd.engine.pooling.checks import refuse_generation
+from inferd.engine.pooling.inputs import PoolingPrompt
+from inferd.engine.pooling.params import PoolingParams
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 REASONING_TOKENS = ("<think>", "</think>")
@@ -101,24 +104,32 @@ class ServedModel:
 
     async def chat_token_ids(self, messages: list[ChatMessage], options: Mapping[str, Any]) -> list[int]:
         """Raises `InvalidRequest`."""
+        if (pooling := self.llm.ready.pooling) is not None:
+            refuse_generation(pooling.tasks)
         return await asyncio.to_thread(self._chat.token_ids, messages, options)
 
     async def prepare(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str, cache_salt: str | None, live: LiveRequest
     ) -> PreparedRequest:
         """Checked against this model, not started. Raises `InvalidRequest`."""
-        caller = live.caller
-        fields: RequestFields = {
-            "request_id": request_id,
-            "cache_salt": cache_salt,
-            "client": caller.client,
-            "lane": caller.lane,
-            "priority": caller.priority,
-        }
+        fields = _fields(live, request_id, cache_salt)
         length = len(prompt.prompt_token_ids if isinstance(prompt, TokensPrompt) else prompt)
         if length > LONG_PROMPT:
             return await asyncio.to_thread(self.llm.prepare, prompt, params, **fields)
         return self.llm.prepare(prompt, params, **fields)
+
+    async def prepare_pooling(
+        self, prompts: Sequence[PoolingPrompt], params: PoolingParams, *, request_id: str, live: LiveRequest
+    ) -> list[PreparedRequest]:
+        """As `prepare`, of texts for a model that pools; on a thread, because there may be thousands."""
+
+        def prepare_all() -> list[PreparedRequest]:
+            return [
+                self.llm.prepare_pooling(prompt, params, **_fields(live, f"{request_id}-{index}"))
+                for index, prompt in enumerate(prompts)
+            ]
+
+        return await asyncio.to_thread(prepare_all)
 
     def begin(
         self, live: LiveRequest, prepared: Sequence[PreparedRequest]
@@ -156,6 +167,17 @@ class ServedModel:
         if request.prompt is not None:
             return request.prompt
         return self.llm.tokenizer.decode(request.add.prompt_token_ids, skip_special_tokens=False)
+
+
+def _fields(live: LiveRequest, request_id: str, cache_salt: str | None = None) -> RequestFields:
+    caller = live.caller
+    return {
+        "request_id": request_id,
+        "cache_salt": live.caller.salted(cache_salt),
+        "client": caller.client,
+        "lane": caller.lane,
+        "priority": caller.priority,
+    }
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, Any]:

@@ -106,6 +106,10 @@ class Supervisor(Generic[EngineT]):
     def num_open(self) -> int:
         return sum(slot.door.num_open + slot.door.num_waiting for slot in self._slots.values())
 
+    def num_open_of(self, model: str) -> int:
+        slot = self._slots.get(model)
+        return 0 if slot is None else slot.door.num_open + slot.door.num_waiting
+
     def slot(self, model: str) -> EngineSlot[EngineT] | None:
         return self._slots.get(model)
 

@@ -302,7 +302,9 @@ def test_what_a_killed_pull_left_is_swept_and_nothing_else(library: Library, ser
     service.pull(str(original))
     assert [folder for folder in keep + sweep if folder.exists()] == keep
     assert library.discarded() == []
-    assert [(pull.model, pull.source, pull.num_bytes) for pull in Stagings(library).unfinished()] == [("young", None, 1)]
+    assert [(pull.model, pull.source, pull.num_bytes) for pull in Stagings(library).unfinished()] == [
+        ("young", None, 1)
+    ]
 
 
 def test_an_alias_of_another_model_is_no_name_for_this_one(library: Library, service: Any, original: Path) -> None:

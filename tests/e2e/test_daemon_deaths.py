@@ -96,6 +96,7 @@ async def test_requests_wait_for_a_restart(start_daemon: StartDaemon) -> None:
     ready = await daemon.http.get("/ready")
     assert ready.status_code == 503
     assert "retry-after" in ready.headers
+    assert "tiny does not run: its engine process ended. It is " in ready.json()["error"]["message"]
     assert (await daemon.chat()).status_code == 200
 
 

@@ -39,6 +39,7 @@ async def load_model(request: Request, name: str) -> Response:
     state = state_of(request)
     record = state.catalog.find(name)
     await state.supervisor.ensure_ready(record.id)
+    state.audited(request, "model.load", record.id)
     return _status(state, record)
 
 
@@ -48,6 +49,7 @@ async def unload_model(request: Request, name: str) -> Response:
     state = state_of(request)
     record = state.catalog.find(name)
     await state.supervisor.unload(record.id, "an administrator asked for it")
+    state.audited(request, "model.unload", record.id)
     return _status(state, record)
 
 
@@ -58,6 +60,7 @@ async def sleep_model(request: Request, name: str, level: int = 1) -> Response:
     state = state_of(request)
     record = state.catalog.find(name)
     await state.supervisor.sleep(record.id, level, "an administrator asked for it")
+    state.audited(request, "model.sleep", record.id, detail=f"level {level}")
     return _status(state, record)
 
 
@@ -78,6 +81,7 @@ async def change_options(request: Request, name: str) -> Response:
     state.planner.forget(record.id)
     state.supervisor.look_again()
     state.ticker.changed()
+    state.audited(request, "model.options", record.id, detail=f"changed {', '.join(sorted(changes))}")
     return _json(options)
 
 

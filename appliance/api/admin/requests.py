@@ -32,6 +32,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     """One that is over already is told as it ended."""
     live = _find(request, request_id)
     await live.cancel("an administrator")
+    state_of(request).audited(request, "request.cancel", live.id, detail=f"of {live.caller.client}")
     return _json(live.record())
 
 

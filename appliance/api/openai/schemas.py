@@ -6,13 +6,13 @@ where a key should be absent, except `finish_reason`, which is null until it is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from inferd.appliance.api.errors import bad_request
+from inferd.appliance.api.wording import in_plain_words
 from inferd.appliance.chat.messages import ChatMessage
 
 Finish = Literal["stop", "length"]
@@ -220,22 +220,29 @@ class ModelList(msgspec.Struct):
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(\w+)`")
+
+class Asks(Protocol):
+    model: str
 
 
-def parse_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
+AsksT = TypeVar("AsksT", bound=Asks)
+
+
+def read_fields(body: dict[str, Any], kind: type[AsksT]) -> AsksT:
     """Raises a 400 naming the field."""
     try:
         request = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        match = _WHERE.match(str(error))
-        what, path = (match["what"], match["path"]) if match else (str(error), None)
-        missing = _MISSING.search(what)
-        param = missing[1] if missing and not path else path
-        raise bad_request(f"{param}: {what}" if param else what, param=param) from None
+        text, param = in_plain_words(error)
+        raise bad_request(text, param=param) from None
     if not request.model:
         raise bad_request("model is empty; GET /v1/models lists the ids", param="model")
+    return request
+
+
+def parse_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """As `read_fields`, of a request that generates."""
+    request = read_fields(body, kind)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
     return request

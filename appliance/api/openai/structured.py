@@ -51,9 +51,9 @@ def blamed_on(field: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        if error.param == FIELD:
-            error.param = field
-        raise
+        if error.param != FIELD:
+            raise
+        raise type(error)(f"{field}: {error}", param=field, code=error.code) from error
 
 
 def _given(ask: GenerationRequest) -> dict[str, dict[str, Any]]:

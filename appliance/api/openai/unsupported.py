@@ -47,6 +47,20 @@ COMPLETIONS: dict[str, tuple[Any, ...]] = _BOTH | {
     "suffix": ("",),
 }
 
+_POOLING: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "priority": _ZERO,
+    "mm_processor_kwargs": (),
+}
+
+EMBEDDINGS: dict[str, tuple[Any, ...]] = _POOLING | {
+    "messages": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+
+SCORES: dict[str, tuple[Any, ...]] = _POOLING
+
 TEMPLATE_OPTIONS = {"enable_thinking": bool}  # of chat_template_kwargs: variables that cannot do harm
 
 
