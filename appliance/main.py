@@ -25,9 +25,11 @@ from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import in_service
 from inferd.appliance.listener import listen
 from inferd.appliance.rundir import daemon_folder
+from inferd.appliance.sdnotify import Notifier
 from inferd.appliance.settings import Settings, http_address
 
 KEEP_ALIVE_S = 60
+GOING_DOWN_S = 15  # what ending engines and connections may take after the drain
 CLOSE_S = 3  # what answers that are already complete get to reach their clients
 log = logging.getLogger(__name__)
 
@@ -64,26 +66,32 @@ def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
         pulls = stack.enter_context(closing(build_pull_service(library, os.environ)))
         state = build_state(settings, library, pulls, run_dir)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(_serve(state, listener, reports or Reports()))
+        return runner.run(_serve(state, listener, reports or Reports(), Notifier(os.environ)))
 
 
-async def _serve(state: AppState, listener: socket.socket, reports: Reports) -> int:
+async def _serve(state: AppState, listener: socket.socket, reports: Reports, notifier: Notifier) -> int:
     signals = _Signals()
     server = make_server(state)
     state.ticker.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    watchdog = asyncio.create_task(notifier.watchdog())
     try:
-        await _until_asked_to_stop(signals, serving, _boot(state, address_of(listener), reports))
+        notifier.ready(f"listening on {address_of(listener)}")
+        await _until_asked_to_stop(signals, serving, _boot(state, address_of(listener), reports, notifier))
     finally:
+        notifier.stopping("open requests may finish", state.settings.drain_s + GOING_DOWN_S)
         await _go_down(state, server, serving, signals)
+        watchdog.cancel()
     return signals.exit_code
 
 
-async def _boot(state: AppState, address: str, reports: Reports) -> None:
+async def _boot(state: AppState, address: str, reports: Reports, notifier: Notifier) -> None:
     settings = state.settings
     record = await find_model(settings.model, settings.default_source, state.catalog, state.pulls, reports.pull)
     reports.starting(record.id)
+    notifier.status(f"loading {record.id}")
     served = await wait_ready(state.supervisor, record.id)
+    notifier.status(f"serving {record.id} at {address}")
     reports.ready(Started(address, record.id, served.llm.ready.load_s))
 
 

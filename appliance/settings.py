@@ -65,7 +65,7 @@ class EngineSettings(BaseModel):
     attention_backend: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
     num_threads: Count | None = None
-    seed: int = 0
+    seed: int | None = None
     executor: Literal["auto", "uniproc", "multiproc", "scripted"] = "auto"
 
     def to_args(self, folder: Path, kv_cache_bytes: int | None = None) -> EngineArgs:
