@@ -23,6 +23,7 @@ from inferd.appliance.library.library import Library
 from inferd.appliance.library.options import OptionsStore
 from inferd.appliance.memory.devices import HostOnly
 from inferd.appliance.memory.planner import MemoryPlanner, Resident
+from inferd.appliance.requests.engine_feed import EngineFeeds
 from inferd.appliance.requests.registry import RequestRegistry
 from inferd.appliance.requests.waits import WaitReasons
 from inferd.appliance.settings import Settings
@@ -43,8 +44,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         planner,
         rules=Rules(sleep_s=settings.sleep_s),
         load_timeout_s=settings.load_timeout_s,
-        hung_after_s=settings.engine.step_timeout_s,
-        on_change=lambda model: ticker.changed(),
+        hung_after_s=settings.hang_timeout_s,
     )
     planner.residents = lambda: residents(supervisor)
     models = ModelBoard(hub, catalog, supervisor, planner)
@@ -53,6 +53,9 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         "devices": DeviceBoard(hub, planner).refresh,
     }
     requests = RequestRegistry(hub, WaitReasons(supervisor, planner))
+    feeds = EngineFeeds(hub, requests, supervisor)
+    supervisor.on_change(lambda model: ticker.changed())
+    supervisor.on_change(lambda model: feeds.look())
     usage = UsageStore(library.database)
     return AppState(
         settings=settings,
@@ -66,6 +69,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         hub=hub,
         ticker=ticker,
         requests=requests,
+        feeds=feeds,
         keys=KeyStore(library.database),
         admission=Admission(usage, supervisor.num_open_of, settings.max_open_requests),
         usage=usage,

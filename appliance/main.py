@@ -122,6 +122,7 @@ async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[
         draining.cancel()
         await state.supervisor.drain(0.0)
     hurry.cancel()
+    await state.feeds.close()
     await state.requests.close()
     await state.ticker.close()
     server.should_exit = True

@@ -107,6 +107,7 @@ class Settings(BaseSettings):
     keep_alive: str = "10m"  # after its last request a model goes to sleep; "-1": never, "0": it is unloaded at once
     sleep_s: PositiveSeconds = 3600.0  # at one level of sleep, before the next one; the last is the disk
     load_timeout_s: PositiveSeconds = 300.0  # the longest that a request waits for its model
+    hang_timeout_s: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 30.0  # of silence: then an engine is killed
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0  # what open requests get after SIGTERM
     keepalive_s: PositiveSeconds = 10.0  # silence on a stream before a comment line
     body_limit_bytes: Count = 8 * MIB

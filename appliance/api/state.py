@@ -23,6 +23,7 @@ from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.events.hub import EventHub
 from inferd.appliance.library.options import OptionsStore
 from inferd.appliance.memory.planner import MemoryPlanner
+from inferd.appliance.requests.engine_feed import EngineFeeds
 from inferd.appliance.requests.live import Caller, LiveRequest
 from inferd.appliance.requests.registry import RequestRegistry
 from inferd.appliance.settings import Settings
@@ -46,6 +47,7 @@ class AppState:
     hub: EventHub
     ticker: BoardTicker
     requests: RequestRegistry
+    feeds: EngineFeeds
     keys: KeyStore
     admission: Admission
     usage: UsageStore

@@ -71,9 +71,9 @@ class LiveRequest:
         return self.state in ENDED
 
     @property
-    def engine_ids(self) -> list[str]:
-        """Of the engine's requests that this one became."""
-        return [prepared.add.request_id for prepared in self._prepared]
+    def names(self) -> list[str]:
+        """Under which the engine knows its parts."""
+        return [prepared.request_id for prepared in self._prepared]
 
     def begin(self, prepared: Iterable[PreparedRequest], abort: Abort) -> None:
         """It goes into the engine. `abort` ends the streams of a caller's request id there."""
@@ -133,6 +133,7 @@ class LiveRequest:
             "computed_tokens": output_tokens and self._prompt_tokens + output_tokens,
             "cached_tokens": sum(output.num_cached_tokens for output in self._outputs.values()),
             "max_tokens": self._prepared[0].add.params.max_tokens if self._prepared else None,
+            "tokens_per_s": self._tokens_per_s(output_tokens),
             **self.engine_fields,
             "id": self.id,
             "client": caller.client,
@@ -144,7 +145,6 @@ class LiveRequest:
             "session": caller.session,
             "prompt_tokens": self._prompt_tokens,
             "output_tokens": output_tokens,
-            "tokens_per_s": self._tokens_per_s(output_tokens),
             "arrived_at": self.arrived_at,
             "admitted_at": self.admitted_at,
             "first_token_at": self.first_token_at,
@@ -155,7 +155,7 @@ class LiveRequest:
         }
         mine = {"state": self.state, "reason": self.reason, "reason_text": self.reason_text, "position": self.position}
         if self.is_over or not self._prepared:
-            values |= mine
+            values |= mine | {"tokens_per_s": self._tokens_per_s(output_tokens)}
         return msgspec.convert({"priority": caller.priority, **mine, **values}, RequestRecord)
 
     @property

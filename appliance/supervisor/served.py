@@ -94,6 +94,9 @@ class ServedModel:
         await self.llm.call("wake")
         await self._measure()
 
+    def kill(self) -> None:
+        self.llm.kill()
+
     async def shutdown(self, drain_s: float) -> None:
         self._stopping = self._stopping or self.llm.is_alive
         await self.llm.shutdown(drain_s)

@@ -41,6 +41,10 @@ class Running(Protocol):
 
     async def wake(self) -> None: ...
 
+    def kill(self) -> None:
+        """Ends the process without a word to it."""
+        ...
+
     async def shutdown(self, drain_s: float) -> None:
         """Idempotent; returns once the process is gone, whether it was alive or not."""
         ...
@@ -48,6 +52,8 @@ class Running(Protocol):
 
 EngineT = TypeVar("EngineT", bound=Running)
 StartEngine = Callable[[str, Holding], Awaitable[EngineT]]
+OVERSLEPT_S = 1.0
+KILLED_S = 10.0  # what the kernel needs at the most to take a killed process away
 SLEEP_STATES = {1: ModelState.SLEEPING_1, 2: ModelState.SLEEPING_2}
 
 
@@ -205,15 +211,22 @@ class EngineSlot(Generic[EngineT]):
     async def _watch(self, engine: EngineT) -> tuple[FailureKind, object]:
         """Returns when the engine is dead, or has not been heard of for too long."""
         death = asyncio.ensure_future(engine.wait_dead())
+        heard_from = 0.0  # silence before this is not the engine's
         try:
             while True:
-                silent_s = time.monotonic() - engine.last_heartbeat
+                looked_at = time.monotonic()
+                silent_s = looked_at - max(engine.last_heartbeat, heard_from)
                 if silent_s > self._hung_after_s:
-                    log.error("the engine of %s has been silent for %.0f s and is ended", self.model, silent_s)
+                    log.error("the engine of %s has been silent for %.0f s and is killed", self.model, silent_s)
+                    engine.kill()
+                    await asyncio.wait({death}, timeout=KILLED_S)
                     return "engine_hung", None
-                done, _ = await asyncio.wait({death}, timeout=max(self._hung_after_s - silent_s, 0.05))
+                wait_s = max(self._hung_after_s - silent_s, 0.05)
+                done, _ = await asyncio.wait({death}, timeout=wait_s)
                 if done:
                     return "engine_died", death.result()
+                if time.monotonic() - looked_at > wait_s + OVERSLEPT_S:  # we were stopped, and have not listened since
+                    heard_from = time.monotonic()
         finally:
             await _cancelled(death)
 

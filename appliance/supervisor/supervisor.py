@@ -82,7 +82,6 @@ class Supervisor(Generic[EngineT]):
         hung_after_s: float = 300.0,
         crashes: Backoff = CRASHES,
         failed_loads: Backoff = FAILED_LOADS,
-        on_change: Callable[[str], None] = lambda model: None,
     ) -> None:
         self.draining = False
         self.waits_for: Mapping[str, tuple[str, ...]] = {}
@@ -92,7 +91,7 @@ class Supervisor(Generic[EngineT]):
         self._load_timeout_s = load_timeout_s
         self._hung_after_s = hung_after_s
         self._backoffs = (crashes, failed_loads)
-        self._on_change = on_change
+        self._listeners: list[Callable[[str], None]] = []
         self._slots: dict[str, EngineSlot[EngineT]] = {}
         self._look_again = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -166,6 +165,10 @@ class Supervisor(Generic[EngineT]):
             self._task.cancel()
             await asyncio.wait({self._task})
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """`listener` is called with a model's id whenever anything about it has changed."""
+        self._listeners.append(listener)
 
     def look_again(self) -> None:
         """Something that the planner knows has changed."""
@@ -286,7 +289,8 @@ class Supervisor(Generic[EngineT]):
 
     def _changed(self, model: str) -> None:
         self._look_again.set()
-        self._on_change(model)
+        for listener in self._listeners:
+            listener(model)
 
     def _refuse_when_draining(self) -> None:
         if self.draining:

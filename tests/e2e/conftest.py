@@ -101,6 +101,7 @@ async def serving(settings: Settings) -> AsyncIterator[Daemon]:
                 yield Daemon(state, address, http, model)
         finally:
             await state.supervisor.drain(0)
+            await state.feeds.close()
             await state.requests.close()
             await state.ticker.close()
             server.should_exit = True

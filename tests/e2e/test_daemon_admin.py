@@ -57,6 +57,27 @@ async def test_a_request_is_followed_and_cancelled_while_it_runs(start_daemon: A
     assert answer.rstrip().endswith("data: [DONE]")
 
 
+async def test_the_engines_view_of_a_request_is_joined_with_ours(start_daemon: Any) -> None:
+    daemon = await start_daemon(scripted={"delay_s": 0.01, "replies": {}})
+    mirror = Mirror()
+    async with following(daemon.http, "requests,steps") as events, asyncio.timeout(20):
+        mirror.apply(await anext(events))
+        body = question(daemon.model, max_tokens=150, ignore_eos=True, n=2)
+        asking = asyncio.create_task(daemon.http.post(CHAT, json=body))
+        while not (mirror.steps and any(live.batch_size == 2 for live in mirror.requests)):
+            mirror.apply(await anext(events))
+        (live,) = mirror.requests
+        assert live.state in ("prefill", "decode")
+        assert live.kv_blocks_peak >= live.kv_blocks >= 2
+        step = next(step for step in mirror.steps if step.requests)
+        assert {share.id for share in step.requests} == {live.id}
+        assert step.model == daemon.model
+        await asking
+        while mirror.requests[0].state != "finished":
+            mirror.apply(await anext(events))
+    assert mirror.requests[0].output_tokens == 300
+
+
 async def test_a_cancelled_answer_in_one_piece_is_an_error(start_daemon: Any) -> None:
     daemon = await start_daemon(scripted={"delay_s": 0.01, "replies": {}})
     asking = asyncio.create_task(daemon.http.post(CHAT, json=question(daemon.model, max_tokens=400, ignore_eos=True)))
