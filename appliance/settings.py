@@ -11,18 +11,19 @@ import difflib
 import os
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from inferd.appliance.keepalive import parse_keep_alive
-from inferd.engine.config import EngineArgs
+from inferd.engine.config import EngineArgs, SpeculativeArgs
 
 ENV_PREFIX = "INFERD_"
 CONFIG_VARIABLE = "INFERD_CONFIG"  # the file's own name
@@ -37,6 +38,18 @@ class SettingsError(Exception):
     """The configuration cannot be used; the message names the key, where it stands, and a way out."""
 
 
+class SpeculativeSettings(BaseModel):
+    """The `[engine.speculative]` table: `SpeculativeArgs` under their own names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["ngram", "draft"]
+    num_speculative_tokens: Count = 5
+    prompt_lookup_min: Count = 3
+    prompt_lookup_max: Count = 5
+    model: str | None = None
+
+
 class EngineSettings(BaseModel):
     """The `[engine]` table: the knobs of `EngineArgs` under their own names, for every model."""
 
@@ -45,6 +58,8 @@ class EngineSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    runner: str = "auto"
+    pooling: str = "auto"
     max_model_len: Count | Literal["auto"] | None = None
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
@@ -66,11 +81,17 @@ class EngineSettings(BaseModel):
     kernels: Literal["auto", "native", "torch"] = "auto"
     num_threads: Count | None = None
     seed: int | None = None
+    enable_lora: bool = False
+    max_loras: Count = 1
+    max_lora_rank: Count = 16
+    max_cpu_loras: Count | None = None
+    speculative: SpeculativeSettings | None = None
     executor: Literal["auto", "uniproc", "multiproc", "scripted"] = "auto"
 
     def to_args(self, folder: Path, kv_cache_bytes: int | None = None) -> EngineArgs:
         """`kv_cache_bytes` is what the engine gets where these settings do not say it."""
-        args = EngineArgs(model=str(folder), **self.model_dump())
+        guesses = SpeculativeArgs(**self.speculative.model_dump()) if self.speculative is not None else None
+        args = EngineArgs(model=str(folder), **{**self.model_dump(), "speculative": guesses})
         return args if self.kv_cache_bytes is not None else replace(args, kv_cache_bytes=kv_cache_bytes)
 
 
@@ -107,7 +128,7 @@ class Settings(BaseSettings):
     keep_alive: str = "10m"  # after its last request a model goes to sleep; "-1": never, "0": it is unloaded at once
     sleep_s: PositiveSeconds = 3600.0  # at one level of sleep, before the next one; the last is the disk
     load_timeout_s: PositiveSeconds = 300.0  # the longest that a request waits for its model
-    hang_timeout_s: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 30.0  # of silence: then an engine is killed
+    hang_timeout_s: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 30.0  # then a silent engine is killed
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0  # what open requests get after SIGTERM
     keepalive_s: PositiveSeconds = 10.0  # silence on a stream before a comment line
     body_limit_bytes: Count = 8 * MIB
@@ -176,6 +197,19 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
         raise SettingsError(f"environment: {error}; write lists and tables as JSON") from None
 
 
+def every_setting(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Keys as `--set` takes them ("engine.dtype"), in the order of their tables; tables themselves among them."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        if (table := _table_of(field)) is not None:
+            yield from every_setting(table, f"{prefix}{name}.")
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a setting: `engine.dtype` → `INFERD_ENGINE__DTYPE`."""
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
 def config_files() -> list[Path]:
     """The files to read, weakest first."""
     if named := os.environ.get(CONFIG_VARIABLE):
@@ -216,14 +250,18 @@ def _refuse_unknown(table: Mapping[str, Any], model: type[BaseModel], where: str
         field = model.model_fields.get(name)
         if field is None:
             raise SettingsError(f"{where}: unknown key {name!r}{_nearest(name, list(model.model_fields))}")
-        if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            _refuse_unknown(value, field.annotation, f"{where}: [{name}]")
+        if isinstance(value, dict) and (inner := _table_of(field)) is not None:
+            _refuse_unknown(value, inner, f"{where}: [{name}]")
+
+
+def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a setting that is a table, or may be one."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _refuse_unknown_env() -> None:
-    known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
-    known += [f"{ENV_PREFIX}ENGINE__{name.upper()}" for name in EngineSettings.model_fields]
-    known.append(CONFIG_VARIABLE)
+    known = [CONFIG_VARIABLE, *(variable_of(key) for key, _ in every_setting())]
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and not name.startswith(TEST_PREFIX) and name.upper() not in known:
             raise SettingsError(f"environment: unknown variable {name}{_nearest(name, known)}")

@@ -32,6 +32,8 @@ async def remove(request: Request, name: str, home: str | None = None) -> Respon
         raise ApiError(409, f"{error}.", code=error.code) from None
     except LibraryError as error:
         raise ApiError(503 if error.retryable else 500, f"{error}.", type="server_error", code=error.code) from None
+    state.ticker.changed()
+    state.audited(request, "model.remove", removed.model)
     return Response(msgspec.json.encode(removed), media_type="application/json")
 
 

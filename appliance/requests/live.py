@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,7 +15,28 @@ from inferd.appliance.schemas import ENDED, Lane, RequestRecord, RequestState
 from inferd.engine.frontend.inputs import PreparedRequest
 from inferd.engine.frontend.outputs import RequestOutput
 
-Abort = Callable[[str], Awaitable[None]]
+
+class RequestActs(Protocol):
+    """What an engine can do with one of its own requests; False: it has none of that id."""
+
+    async def set_priority(self, request_id: str, priority: int) -> bool: ...
+
+    async def pause_request(self, request_id: str, by: str = "admin") -> bool: ...
+
+    async def resume_request(self, request_id: str) -> bool: ...
+
+    async def batch_mates(self, request_id: str) -> list[str]: ...
+
+
+class Engine(Protocol):
+    """As far as a request needs it. It is named there by `PreparedRequest.request_id`."""
+
+    @property
+    def insight(self) -> RequestActs: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    def engine_ids(self, request_id: str) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,7 @@ class LiveRequest:
     engine_fields: dict[str, Any] = field(default_factory=dict)  # what the engine tells beside what is counted here
     _prepared: list[PreparedRequest] = field(default_factory=list)
     _outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    _abort: Abort | None = None
+    _engine: Engine | None = None
     _broken_by: Exception | None = None
     _task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
 
@@ -75,10 +96,10 @@ class LiveRequest:
         """Under which the engine knows its parts."""
         return [prepared.request_id for prepared in self._prepared]
 
-    def begin(self, prepared: Iterable[PreparedRequest], abort: Abort) -> None:
-        """It goes into the engine. `abort` ends the streams of a caller's request id there."""
+    def begin(self, prepared: Iterable[PreparedRequest], engine: Engine) -> None:
+        """It goes into the engine."""
         self._prepared = list(prepared)
-        self._abort = abort
+        self._engine = engine
         self.state, self.reason, self.reason_text, self.position = "waiting", None, "", None
         warnings = dict.fromkeys(warning for one in self._prepared for warning in one.warnings)
         self.warnings = (*self.warnings, *warnings)
@@ -98,11 +119,38 @@ class LiveRequest:
         if self.is_over or self.cancelled_by is not None:
             return
         self.cancelled_by = by
-        if self._abort is not None:
-            for prepared in self._prepared:
-                await self._abort(prepared.request_id)
+        if self._engine is not None:
+            for name in self.names:
+                await self._engine.abort(name)
         elif self._task is not None:
             self._task.cancel()
+
+    async def pause(self, by: str) -> bool:
+        """False: it is not in its engine."""
+        return any([await acts.pause_request(part, by) for acts, part in self._parts()])
+
+    async def resume(self) -> bool:
+        return any([await acts.resume_request(part) for acts, part in self._parts()])
+
+    async def set_priority(self, priority: int) -> bool:
+        """Smaller runs sooner."""
+        self.caller = replace(self.caller, priority=priority)
+        self.engine_fields = {**self.engine_fields, "priority": priority}
+        return any([await acts.set_priority(part, priority) for acts, part in self._parts()])
+
+    async def batch_mates(self) -> set[str]:
+        """Engine ids of the requests that the last step computed together with this one."""
+        return {mate for acts, part in self._parts() for mate in await acts.batch_mates(part)}
+
+    @property
+    def parts(self) -> list[str]:
+        """Engine ids of what it became there and is not through."""
+        engine = self._engine
+        return [] if engine is None else [part for name in self.names for part in engine.engine_ids(name)]
+
+    def _parts(self) -> list[tuple[RequestActs, str]]:
+        engine = self._engine
+        return [] if engine is None else [(engine.insight, part) for part in self.parts]
 
     def raise_if_cancelled(self) -> None:
         if self.cancelled_by is not None:

@@ -138,7 +138,7 @@ class ServedModel:
         self, live: LiveRequest, prepared: Sequence[PreparedRequest]
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         """The outputs of each; they count for `live`."""
-        live.begin(prepared, self.llm.abort)
+        live.begin(prepared, self.llm)
         return [self._generate(request, live, index) for index, request in enumerate(prepared)]
 
     async def _generate(

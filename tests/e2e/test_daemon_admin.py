@@ -91,6 +91,50 @@ async def test_a_cancelled_answer_in_one_piece_is_an_error(start_daemon: Any) ->
     assert answer.headers["x-should-retry"] == "false"
 
 
+async def test_a_request_is_paused_seen_so_and_resumed(start_daemon: Any) -> None:
+    daemon = await start_daemon(scripted={"delay_s": 0.01, "replies": {}})
+    mirror = Mirror()
+    async with following(daemon.http, "requests") as events, asyncio.timeout(20):
+        mirror.apply(await anext(events))
+        body = question(daemon.model, max_tokens=100, ignore_eos=True)
+        asking = asyncio.create_task(daemon.http.post(CHAT, json=body))
+        while not [live for live in mirror.requests if live.state == "decode"]:
+            mirror.apply(await anext(events))
+        path = f"/admin/v1/requests/{mirror.requests[0].id}"
+        assert (await daemon.http.post(f"{path}/pause")).status_code == 200
+        while mirror.requests[0].state != "paused":
+            mirror.apply(await anext(events))
+        assert mirror.requests[0].reason == "paused_by"
+        blocks = (await daemon.http.get(f"/admin/v1/blocks/{daemon.model}")).json()
+        assert sum(run["count"] for run in blocks["runs"]) == blocks["num_blocks"]
+        moved = await daemon.http.post(f"{path}/priority", json={"priority": -3})
+        assert moved.json()["priority"] == -3
+        assert not asking.done()
+        assert (await daemon.http.post(f"{path}/resume")).status_code == 200
+        assert (await asking).json()["usage"]["completion_tokens"] == 100
+        assert (await daemon.http.post(f"{path}/pause")).status_code == 409
+
+
+async def test_acts_are_noted_in_the_audit_log(start_daemon: Any) -> None:
+    daemon = await start_daemon()
+    await daemon.http.post(f"/admin/v1/unload/{daemon.model}")
+    log = (await daemon.http.get("/admin/v1/audit")).json()
+    assert [(entry["action"], entry["target"]) for entry in log["entries"]] == [("model.unload", daemon.model)]
+    assert log["first_broken"] is None
+
+
+async def test_a_full_queue_is_refused_at_once_with_a_time(start_daemon: Any) -> None:
+    daemon = await start_daemon(scripted={"delay_s": 0.01, "replies": {}}, max_open_requests=6)
+    body = question(daemon.model, max_tokens=50, ignore_eos=True)
+    answers = await asyncio.gather(*(daemon.http.post(CHAT, json=body) for _ in range(50)))
+    codes = [answer.status_code for answer in answers]
+    assert codes.count(200) == 6
+    assert codes.count(429) == 44
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
 async def test_a_model_is_put_to_sleep_woken_and_unloaded(start_daemon: Any) -> None:
     daemon = await start_daemon()
     http, name = daemon.http, daemon.model

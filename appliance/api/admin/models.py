@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from inferd.appliance.api.errors import bad_request
+from inferd.appliance.api.errors import ApiError, bad_request
 from inferd.appliance.api.state import AppState, state_of
 from inferd.appliance.boards.fit import FitAnswer, fit
 from inferd.appliance.keepalive import parse_keep_alive
@@ -62,6 +62,24 @@ async def sleep_model(request: Request, name: str, level: int = 1) -> Response:
     await state.supervisor.sleep(record.id, level, "an administrator asked for it")
     state.audited(request, "model.sleep", record.id, detail=f"level {level}")
     return _status(state, record)
+
+
+@router.get("/admin/v1/blocks/{name:path}")
+async def show_blocks(request: Request, name: str) -> Response:
+    """Who has each block of the KV cache, as runs of blocks that are alike; requests under their names here."""
+    state = state_of(request)
+    slot = state.supervisor.slot(state.catalog.find(name).id)
+    if slot is None or slot.engine is None:
+        raise ApiError(409, f"The model {name[:200]} is not loaded.", code="not_loaded", param="name")
+    block_map = await slot.engine.llm.insight.block_map()
+    ours = {part: live.id for live in state.requests.live for part in live.parts}
+    runs = [
+        msgspec.structs.replace(run, request_id=ours.get(run.request_id or "", run.request_id))
+        for run in block_map.runs
+    ]
+    return _json(
+        {"at": block_map.at, "num_blocks": block_map.num_blocks, "runs": [msgspec.structs.asdict(run) for run in runs]}
+    )
 
 
 @router.get("/admin/v1/options/{name:path}")
