@@ -14,6 +14,7 @@ import typer
 
 from inferd.appliance import library_cli
 from inferd.appliance.chat_cli import ChatOptions, chat_once, chat_with_person
+from inferd.appliance.cli_options import HostOption, JsonOption, PortOption
 from inferd.appliance.client import Client
 from inferd.appliance.exits import with_exit_codes
 from inferd.appliance.library.errors import EmptyLibrary
@@ -28,8 +29,6 @@ app = typer.Typer(
 )
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="This file instead of the usual inferd.toml.")]
-HostOption = Annotated[str | None, typer.Option(help="Address of the daemon.")]
-PortOption = Annotated[int | None, typer.Option(help="Port of the daemon.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in engine.dtype=float32.")
 ]
@@ -134,7 +133,7 @@ def bench(
 
 
 @app.command()
-def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+def version(as_json: JsonOption = False) -> None:
     """Print the version."""
     number = installed_version("inferd")
     typer.echo(json.dumps({"name": "inferd", "version": number}) if as_json else f"inferd {number}")

@@ -12,6 +12,7 @@ from inferd.appliance.auth.audit import AuditLog
 from inferd.appliance.auth.keys import KeyStore
 from inferd.appliance.auth.usage import UsageStore
 from inferd.appliance.boards.devices import DeviceBoard
+from inferd.appliance.boards.incidents import IncidentLog, incident_of
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
 from inferd.appliance.boot import folder_records
@@ -28,6 +29,7 @@ from inferd.appliance.requests.registry import RequestRegistry
 from inferd.appliance.requests.waits import WaitReasons
 from inferd.appliance.settings import Settings
 from inferd.appliance.supervisor.catalog import Catalog
+from inferd.appliance.supervisor.failure import Failure
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.appliance.supervisor.supervisor import Supervisor
 from inferd.appliance.supervisor.world import Holding, Rules
@@ -56,6 +58,13 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
     feeds = EngineFeeds(hub, requests, supervisor)
     supervisor.on_change(lambda model: ticker.changed())
     supervisor.on_change(lambda model: feeds.look())
+    incidents = IncidentLog(library.database, hub)
+
+    def on_failure(model: str, failure: Failure) -> None:
+        lost = supervisor.num_open_of(model)
+        incidents.record(incident_of(model, failure, {"host": planner.host_ledger()}, lost))
+
+    supervisor.on_failure = on_failure
     usage = UsageStore(library.database)
     return AppState(
         settings=settings,

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from inferd.appliance.cli_options import HostOption, JsonOption, PortOption
 from inferd.appliance.client import Client, NotRunning, Refused
 from inferd.appliance.downloads.disk import format_bytes
 from inferd.appliance.downloads.factory import build_pull_service
@@ -37,7 +38,6 @@ SourceArgument = Annotated[
 ]
 NameOption = Annotated[str | None, typer.Option(help="The model's name, instead of the one that the source suggests.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name or alias, as `inferd ls` shows them.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -48,9 +48,15 @@ def register(app: typer.Typer) -> None:
     app.command("convert")(with_exit_codes(convert))
 
 
-def pull(source: SourceArgument, name: NameOption = None, as_json: JsonOption = False) -> None:
+def pull(
+    source: SourceArgument,
+    name: NameOption = None,
+    as_json: JsonOption = False,
+    host: HostOption = None,
+    port: PortOption = None,
+) -> None:
     """Bring a model into the library. An interrupted pull goes on where it was."""
-    settings = load_settings()
+    settings = load_settings({"host": host, "port": port})
     parsed = parse_source(source)
     if name is not None:
         check_name(name)
@@ -101,9 +107,11 @@ def rm(
     model: ModelArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonOption = False,
+    host: HostOption = None,
+    port: PortOption = None,
 ) -> None:
     """Delete a model, or what an unfinished pull of it has left. Files that it was pulled from stay."""
-    settings = load_settings()
+    settings = load_settings({"host": host, "port": port})
     with Library.open(settings.home) as library:
         name = library.id_of(model) or model.lower()
         if name in {pull.model for pull in Stagings(library).unfinished()} and library.id_of(name) is None:

@@ -134,3 +134,8 @@ def m009_usage(db: Database) -> None:
         " requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,"
         " output_tokens INTEGER NOT NULL, PRIMARY KEY (key, model, day))"
     )
+
+
+@migration
+def m010_incidents(db: Database) -> None:
+    db.execute("CREATE TABLE incidents (id TEXT PRIMARY KEY, at REAL NOT NULL, incident TEXT NOT NULL)")

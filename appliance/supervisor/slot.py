@@ -66,6 +66,7 @@ class EngineSlot(Generic[EngineT]):
         start: StartEngine[EngineT],
         *,
         on_change: Callable[[], None] = lambda: None,
+        on_failure: Callable[[Failure], None] = lambda failure: None,
         crashes: Backoff,
         failed_loads: Backoff,
         hung_after_s: float = 300.0,
@@ -86,6 +87,7 @@ class EngineSlot(Generic[EngineT]):
         ] = {}  # what the last load and the last wake took, by the state they led from
         self._start = start
         self._on_change = on_change
+        self._on_failure = on_failure
         self._crashes = crashes
         self._failed_loads = failed_loads
         self._hung_after_s = hung_after_s
@@ -329,6 +331,7 @@ class EngineSlot(Generic[EngineT]):
     def _stand_failed(self, failure: Failure) -> None:
         self.failure = failure
         self.num_failures += 1
+        self._on_failure(failure)
         self._goal = ModelState.ON_DISK if self._closing else None
         self._move(ModelState.FAILED)
         log.info("%s may be tried again in %.1f s", self.model, failure.retry_in_s)

@@ -84,6 +84,7 @@ class Supervisor(Generic[EngineT]):
         failed_loads: Backoff = FAILED_LOADS,
     ) -> None:
         self.draining = False
+        self.on_failure: Callable[[str, Failure], None] = lambda model, failure: None
         self.waits_for: Mapping[str, tuple[str, ...]] = {}
         self._start = start
         self._planner = planner
@@ -182,6 +183,7 @@ class Supervisor(Generic[EngineT]):
                 model,
                 self._start,
                 on_change=lambda: self._changed(model),
+                on_failure=lambda failure: self.on_failure(model, failure),
                 crashes=crashes,
                 failed_loads=failed_loads,
                 hung_after_s=self._hung_after_s,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -188,3 +190,17 @@ async def test_mistakes_are_named(
     answer = await daemon.http.request(method, path.format(model=daemon.model), json=body)
     assert answer.status_code == status
     assert word in answer.json()["error"]["message"]
+
+
+async def test_a_dead_engine_leaves_an_incident(start_daemon: Any) -> None:
+    daemon = await start_daemon()
+    mirror = Mirror()
+    async with following(daemon.http, "incidents,models") as events, asyncio.timeout(20):
+        mirror.apply(await anext(events))
+        os.kill(mirror.models[0].pid or 0, signal.SIGKILL)
+        while not mirror.incidents:
+            mirror.apply(await anext(events))
+    (incident,) = mirror.incidents
+    assert (incident.kind, incident.model, incident.signal) == ("engine_died", daemon.model, "SIGKILL")
+    assert incident.ledger["host"].total > 0
+    assert (await daemon.http.post(CHAT, json=question(daemon.model, max_tokens=1))).status_code == 200
