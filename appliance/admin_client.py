@@ -100,6 +100,10 @@ class AdminClient:
     async def cancel(self, request_id: str) -> RequestRecord:
         return await self._request_act(request_id, "cancel")
 
+    async def mates(self, request_id: str) -> list[str]:
+        """The requests that the last step computed together with this one."""
+        return list(await self._ask("GET", f"/admin/v1/requests/{quote(request_id)}/mates"))
+
     async def pause(self, request_id: str) -> RequestRecord:
         return await self._request_act(request_id, "pause")
 

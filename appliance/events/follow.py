@@ -24,7 +24,10 @@ class Follower:
     """
 
     def __init__(
-        self, client: AdminClient, topics: Collection[Topic], on_change: Callable[[frozenset[str]], None]
+        self,
+        client: AdminClient,
+        topics: Collection[Topic],
+        on_change: Callable[[frozenset[str]], None] = lambda topics: None,
     ) -> None:
         self.mirror = Mirror()
         self.link: Link = "connecting"

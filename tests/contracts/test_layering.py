@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("kernels", "engine", "appliance")
+FOLDERS = ("kernels", "engine", "appliance", "tui")
 
 # What the appliance may know of the engine: its torch-free front.
 ENGINE_FRONT = (
@@ -21,6 +21,13 @@ ENGINE_FRONT = (
     "inferd.engine.frontend",
     "inferd.engine.grammar.spec",
     "inferd.engine.importer.run",
+    "inferd.engine.pooling.checks",
+    "inferd.engine.pooling.inputs",
+    "inferd.engine.pooling.offline",
+    "inferd.engine.pooling.outputs",
+    "inferd.engine.pooling.params",
+    "inferd.engine.pooling.vectors",
+    "inferd.engine.insight",
 )
 CORE = ("inferd.engine.core",)  # bookkeeping: no torch, and no sockets but in these three
 SOCKET_FILES = {"proc.py", "client.py", "launch.py", "link.py"}
@@ -65,6 +72,17 @@ def test_engine_knows_nothing_of_the_appliance() -> None:
 
 def test_appliance_sees_only_the_engines_front() -> None:
     assert not offenders("appliance", ("inferd.engine", "inferd.kernels", "torch"), ENGINE_FRONT)
+
+
+def test_faces_see_only_the_client_and_its_records() -> None:
+    allowed = (
+        "inferd.appliance.admin_client",
+        "inferd.appliance.events.follow",
+        "inferd.appliance.events.messages",
+        "inferd.appliance.events.mirror",
+        "inferd.appliance.schemas",
+    )
+    assert not offenders("tui", ("inferd.appliance", "inferd.engine", "inferd.kernels", "torch"), allowed)
 
 
 def test_core_holds_no_tensors_and_few_sockets() -> None:

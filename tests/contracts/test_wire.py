@@ -27,11 +27,13 @@ from inferd.engine.messages import (
     EngineStartFailed,
     FinishReason,
     MultimodalFeature,
+    PoolingInfo,
     SchedulerStats,
     Shutdown,
     ToEngine,
 )
 from inferd.engine.params import OutputKind, SamplingParams
+from inferd.engine.pooling.params import PoolingInput, PoolingParams
 
 PARAMS = SamplingParams(temperature=0.5, stop=["a", "b"], stop_token_ids=[3], output_kind=OutputKind.DELTA)
 
@@ -39,6 +41,7 @@ LOGPROBS = TokenLogprobs(2, b"\x01\0\0\0" * 2, b"\0\0\x80\xbf" * 2, b"\x01\0\0\0
 
 TO_ENGINE = [
     AddRequest("r-1", [1, 2], PARAMS, 12.5, priority=3, cache_salt="s", features=[MultimodalFeature("d", 1, 2)]),
+    AddRequest("r-2", [1, 2], PARAMS, 0.0, pooling=PoolingInput(PoolingParams(dimensions=2), [0, 1])),
     Abort(["r-1", "r-2"]),
     Call(7, "stats", [1, "x"]),
     Shutdown(2.5),
@@ -63,6 +66,14 @@ OTHERS: list[tuple[Any, Any]] = [
         EngineOutputs,
     ),
     (EngineReady(1, 2048, 100, 16, 50, "float32", 0.5, ["because"]), EngineHello),
+    (
+        EngineReady(
+            1, 2048, 100, 16, 0, "float32", 0.5, [], pooling=PoolingInfo(["embed"], 384, [], 2, False, [8, 16])
+        ),
+        EngineHello,
+    ),
+    (EngineOutputs([EngineOutput("r-2", [], FinishReason.STOP, pooled=b"\0\0\x80\xbf")]), EngineOutputs),
+    (ModelRunnerOutput({}, pooled={"r-2": b"\0\0\x80\xbf"}), ModelRunnerOutput),
     (EngineStartFailed("no", "load_error", "trace"), EngineHello),
     (
         SchedulerOutput(
