@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -120,7 +121,9 @@ class EventHub:
         return last_id.epoch == self.epoch and last_id.seq <= self._seq and self._reaches(last_id.seq)
 
     def _schedule_flush(self) -> None:
-        if self._flush is None:
+        if self._flush is not None:
+            return
+        with suppress(RuntimeError):  # before the loop runs nobody reads; the first snapshot has it all
             loop = asyncio.get_running_loop()
             self._flush = loop.call_at(max(self._flushed_at + self._interval_s, loop.time()), self._flush_now)
 

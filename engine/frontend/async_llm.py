@@ -6,20 +6,29 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
+
+import msgspec
 
 from inferd.engine.config import EngineArgs
 from inferd.engine.core.client import START_TIMEOUT_S, AsyncMPClient
 from inferd.engine.core.launch import OnLine
 from inferd.engine.errors import EngineDeadError
 from inferd.engine.frontend.inputs import InputProcessor, PreparedRequest, Prompt, RequestFields
+from inferd.engine.frontend.insight import AsyncEngineInsight
+from inferd.engine.frontend.lora import LoRARequest
 from inferd.engine.frontend.outputs import RequestOutput, RequestOutputCollector
 from inferd.engine.frontend.processor import OutputProcessor
+from inferd.engine.frontend.stats import LatencyMeter, LatencyObserver
 from inferd.engine.frontend.tokenizer import Tokenizer
-from inferd.engine.messages import EngineReady, SchedulerStats
+from inferd.engine.lora.adapter import AdapterInfo
+from inferd.engine.messages import EngineReady, FeedUpdate, MemoryRecord, SchedulerStats, SleepReport, WakeReport
 from inferd.engine.params import SamplingParams
+from inferd.engine.pooling.inputs import PoolingInputs, PoolingPrompt
+from inferd.engine.pooling.outputs import PoolingOutput
+from inferd.engine.pooling.params import PoolingParams
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +47,13 @@ class AsyncLLM:
         """For `start`."""
         self.tokenizer = tokenizer
         self._client = client
+        ready = client.ready
         self._inputs = InputProcessor(
-            tokenizer, max_model_len=client.ready.max_model_len, vocab_size=client.ready.vocab_size
+            tokenizer, max_model_len=ready.max_model_len, vocab_size=ready.vocab_size, pooling=ready.pooling
         )
+        self._pooling_inputs = PoolingInputs(tokenizer, ready)
         self._outputs = OutputProcessor(tokenizer)
+        self.insight = AsyncEngineInsight(client)
         # The task must not hold `self`, or an engine that is dropped would never be collected and stopped.
         self._handler = asyncio.create_task(_handle_outputs(client, self._outputs), name="engine-outputs")
         self._abandon = weakref.finalize(self, client.kill)
@@ -93,15 +105,41 @@ class AsyncLLM:
         """
         return self._inputs.process(prompt, params, **fields)
 
+    def prepare_pooling(
+        self, prompt: PoolingPrompt, params: PoolingParams, **fields: Unpack[RequestFields]
+    ) -> PreparedRequest:
+        """As `prepare`, of a request for `encode`."""
+        return self._pooling_inputs.process(prompt, params, **fields)
+
+    async def encode(
+        self,
+        prompt: PoolingPrompt | PreparedRequest,
+        params: PoolingParams | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> PoolingOutput:
+        """The vector or score of one text, from a model that pools. Cancelling it aborts the request.
+
+        `params` and `fields` belong to a prompt that is not prepared. Raises `InvalidRequest`, `RequestFailed`,
+        `EngineDeadError`.
+        """
+        if not isinstance(prompt, PreparedRequest):
+            given = params or PoolingParams()
+            prompt = await asyncio.to_thread(self.prepare_pooling, prompt, given, **fields)
+        async with contextlib.aclosing(self.generate(prompt)) as outputs:
+            return PoolingOutput.of(await anext(outputs))
+
     async def generate(
         self, prompt: Prompt | PreparedRequest, params: SamplingParams | None = None, **fields: Unpack[RequestFields]
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as they come; several are merged when the consumer is slow.
 
-        `params` and `fields` belong to a prompt that is not prepared. Raises `InvalidRequest`, `RequestFailed`,
-        `EngineDeadError`.
+        `params` and `fields` belong to a prompt that is not prepared; a `lora_request` with a path is loaded first, as
+        by `add_lora`. Raises `InvalidRequest`, `RequestFailed`, `EngineDeadError`.
         """
         request = prompt if isinstance(prompt, PreparedRequest) else await self._prepare(prompt, params, fields)
+        lora = fields.get("lora_request")
+        if lora is not None and lora.lora_path is not None:
+            await self.add_lora(lora)
         collector = RequestOutputCollector(request.add.params.output_kind)
         adds = self._outputs.add(request, collector)
         try:
@@ -119,13 +157,62 @@ class AsyncLLM:
         """Ends every stream that was named so, with `FinishReason.ABORT`."""
         await self._abort(self._outputs.internal_ids(request_id))
 
+    def observe(self, observer: LatencyObserver | None) -> None:
+        """From now on `observer` is told what latency histograms are made of; there is one at most."""
+        self._outputs.meter = None if observer is None else LatencyMeter(observer)
+
+    def feed(self) -> AsyncGenerator[FeedUpdate, None]:
+        """What is going on in the engine; see `AsyncEngineInsight`."""
+        return self.insight.feed()
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """The engine's own ids of the unfinished streams that were named so."""
+        return self._outputs.internal_ids(request_id)
+
     async def call(self, method: str, *args: Any) -> Any:
         """A control call to the engine by name; raises `EngineError` for what goes wrong there."""
         return await self._client.call(method, *args)
 
+    async def add_lora(self, lora_request: LoRARequest) -> int:
+        """Load an adapter, unless it is there from that folder already; its id. Raises `EngineError`."""
+        return int(await self.call("add_lora", lora_request.lora_name, lora_request.lora_path))
+
+    async def remove_lora(self, lora_name: str) -> int:
+        """No request finds it from now on; how many that have it already go on to their end. Raises `EngineError`."""
+        return int(await self.call("remove_lora", lora_name))
+
+    async def list_loras(self) -> list[AdapterInfo]:
+        return msgspec.convert(await self.call("list_loras"), list[AdapterInfo])
+
+    async def sleep(self, level: int = 1, mode: str = "wait", requests: str = "hold") -> SleepReport:
+        """Give the engine's memory back: at level 1 all but what lets it wake soon, at level 2 all.
+
+        What runs is finished first ("wait"), kept and computed again afterwards ("keep"), ended ("abort") or in the way
+        ("refuse"). Requests that come before `wake` has all memory back are held, or refused. Raises `EngineError`.
+        """
+        return msgspec.convert(await self.call("sleep", level, mode, requests), SleepReport)
+
+    async def wake(self, tags: Sequence[str] | None = None) -> WakeReport:
+        """Have it again, all of it or what has these tags ("weights", "kv_cache"). Raises `EngineError`."""
+        return msgspec.convert(await self.call("wake", None if tags is None else list(tags)), WakeReport)
+
+    async def is_sleeping(self) -> bool:
+        """Whether any of it is missing."""
+        return bool(await self.call("is_sleeping"))
+
+    async def memory(self) -> list[MemoryRecord]:
+        """By rank."""
+        return msgspec.convert(await self.call("memory"), list[MemoryRecord])
+
     async def wait_dead(self) -> EngineDeadError:
         """Returns once the engine is gone, however it went: why, and its last lines."""
         return await self._client.wait_dead()
+
+    def kill(self) -> None:
+        """Ends the process without a word to it, as one that does not answer any more: `wait_dead` and every stream
+        hear of it.
+        """
+        self._client.kill()
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Streams may finish within `drain_s`, the rest is aborted; then the process ends. Idempotent."""
@@ -164,10 +251,11 @@ async def _handle_outputs(client: AsyncMPClient, processor: OutputProcessor) -> 
 
 
 async def _handle_next(client: AsyncMPClient, processor: OutputProcessor) -> None:
-    outputs = (await client.get_outputs()).outputs
+    message = await client.get_outputs()
+    outputs = message.outputs
     for start in range(0, len(outputs), OUTPUTS_AT_ONCE):
         if start:
             await asyncio.sleep(0)
-        processed = processor.process(outputs[start : start + OUTPUTS_AT_ONCE])
+        processed = processor.process(outputs[start : start + OUTPUTS_AT_ONCE], message.at)
         if processed.ids_to_abort:
             await client.abort(processed.ids_to_abort)

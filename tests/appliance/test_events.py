@@ -47,6 +47,19 @@ async def test_snapshot_then_only_changed_fields() -> None:
         assert second.tables["requests"].set == [{"id": "a", "state": "decode", "output_tokens": 3}]
 
 
+def test_records_may_come_before_the_loop_runs() -> None:
+    hub = EventHub()
+    hub.append("logs", line("early"))
+
+    async def look() -> Snapshot | Delta:
+        async with subscribed(hub, "logs") as stream:
+            return await next_event(stream)
+
+    event = asyncio.run(look())
+    assert isinstance(event, Snapshot)
+    assert event.journals["logs"][0]["text"] == "early"
+
+
 async def test_an_unchanged_record_is_no_event() -> None:
     hub = EventHub(interval_s=0.001)
     hub.put("models", ModelStatus(id="m"))

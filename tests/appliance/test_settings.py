@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inferd.appliance.settings import EngineSettings, Settings, SettingsError, load_settings
-from inferd.engine.config import EngineArgs
+from inferd.appliance.settings import EngineSettings, Settings, SettingsError, SpeculativeSettings, load_settings
+from inferd.engine.config import EngineArgs, SpeculativeArgs
 
 
 @pytest.fixture
@@ -51,6 +51,7 @@ def test_home_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("prot = 1", "unknown key 'prot'; did you mean 'port'"),
         ("[engine]\ndtpye = 'auto'", "[engine]: unknown key 'dtpye'; did you mean 'dtype'"),
+        ("[engine.speculative]\nmethod = 'ngram'\nmodle = 'x'", "[speculative]: unknown key 'modle'; did you mean 'model'"),
         ("port = 'x'", "port: "),
         ("port = -1", "port: "),
         ("drain_s = nan", "drain_s: "),
@@ -94,6 +95,17 @@ def test_the_engine_table_is_engine_args() -> None:
     args = {field.name: field.default for field in dataclasses.fields(EngineArgs) if field.name != "model"}
     assert EngineSettings().model_dump() == args
     assert EngineSettings(max_num_seqs=3).to_args(Path("/m")) == EngineArgs(model="/m", max_num_seqs=3)
+
+
+def test_a_table_in_the_engine_table(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("[engine.speculative]\nmethod = 'ngram'\nprompt_lookup_min = 2\n")
+    args = load_settings(config=config).engine.to_args(Path("/m"))
+    assert args.speculative == SpeculativeArgs("ngram", prompt_lookup_min=2)
+    monkeypatch.setenv("INFERD_ENGINE__SPECULATIVE__PROMPT_LOOKUP_MIN", "1")
+    args = load_settings(config=config).engine.to_args(Path("/m"))
+    assert args.speculative == SpeculativeArgs("ngram", prompt_lookup_min=1)
+    fields = {field.name for field in dataclasses.fields(SpeculativeArgs)}
+    assert fields == set(SpeculativeSettings.model_fields)
 
 
 def test_settings_are_frozen() -> None:

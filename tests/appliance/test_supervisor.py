@@ -48,6 +48,9 @@ class FakeEngine:
             raise self.fails
         self.level = 0
 
+    def kill(self) -> None:
+        self.gone.set()
+
     async def shutdown(self, drain_s: float) -> None:
         self.gone.set()
 

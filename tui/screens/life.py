@@ -85,7 +85,7 @@ def facts(request: RequestRecord, now: float) -> list[tuple[str, str]]:
         ("prompt", f"{thousands(request.prompt_tokens)} tokens; {computed}"),
         (
             "answer",
-            f"{thousands(request.output_tokens)} of {request.max_tokens or '?'} tokens, {request.tokens_per_s:.1f} per s",
+            f"{thousands(request.output_tokens)} of {request.max_tokens or 0} tokens, {request.tokens_per_s:.1f} per s",
         ),
         ("KV blocks", f"{request.kv_blocks}, {request.kv_blocks_peak} at peak · preempted {request.preemptions} times"),
         ("age", span(now - request.arrived_at) + (f" · ends in about {span(request.eta_s)}" if request.eta_s else "")),
