@@ -117,7 +117,7 @@ class Top(App[None]):
     def _redraw(self) -> None:
         """Also without news: ages grow, and a link that is silent shows it."""
         screen = self.screen
-        if not screen.is_mounted:
+        if not screen.children:  # it is about to be composed
             return
         if isinstance(screen, Dashboard | Scheduler | Listing):
             screen.show(self.follower)
