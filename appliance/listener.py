@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
@@ -28,6 +30,24 @@ def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
         raise PortTaken(
             f"port {port} of {host} is taken by {_holder(address)}; choose another one with --port"
         ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def listen_unix(path: Path, backlog: int = 128) -> socket.socket:
+    """A bound socket that only this user can reach. What a killed daemon left at that path is replaced."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
     listener.setblocking(False)
     return listener
 

@@ -140,6 +140,11 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
 
     @property
+    def admin_socket(self) -> Path:
+        """Where this user's commands reach the daemon without a key."""
+        return self.run_dir / f"admin-{self.port}.sock"
+
+    @property
     def address(self) -> str:
         """Where a client finds the daemon."""
         return http_address(self.host, self.port)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
+from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inferd.appliance.api.errors import ApiError
-from inferd.appliance.auth.access import Denied, decide, needed
+from inferd.appliance.api.protocol import PEER_UID
+from inferd.appliance.auth.access import READING, Denied, decide, needed
 from inferd.appliance.auth.keys import KeyStore
 from inferd.appliance.auth.limiter import Bucket
 from inferd.appliance.auth.principal import LOCAL_ADMIN, Principal
+from inferd.appliance.auth.sessions import COOKIE, CSRF_HEADER, Session, Sessions, is_csrf_right
 from inferd.appliance.settings import is_loopback
 
-PEER_UID = "inferd.peer_uid"  # in the scope of a request that came over the admin socket
 WRONG_KEYS_PER_MINUTE = 10
 MAX_PEERS = 4096
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -26,9 +29,10 @@ log = logging.getLogger(__name__)
 class Authenticate:
     """Puts the `Principal` into the request's state, or answers 401, 403, 404 or 429 itself."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyStore, loopback_inference: bool) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyStore, sessions: Sessions, loopback_inference: bool) -> None:
         self._app = app
         self._keys = keys
+        self._sessions = sessions
         self._loopback_inference = loopback_inference
         self._lockout = Lockout()
 
@@ -54,7 +58,14 @@ class Authenticate:
             text = "Too many wrong API keys came from this address."
             retry = {"retry-after": str(int(wait_s) + 1)}
             return ApiError(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=retry)
-        principal = self._keys.find(sent[0]) if len(sent) == 1 else None
+        session = None if sent else self._session(headers)
+        if session is not None:
+            if (refusal := _forged(scope, headers, session)) is not None:
+                return refusal
+            scope["state"]["session"] = session
+            principal: Principal | None = session.principal
+        else:
+            principal = self._keys.find(sent[0]) if len(sent) == 1 else None
         has_wrong_key = bool(sent) and principal is None and need != "open"
         if has_wrong_key:
             self._lockout.count(peer)
@@ -66,6 +77,13 @@ class Authenticate:
             loopback_inference=self._loopback_inference,
         )
         return _as_error(verdict) if isinstance(verdict, Denied) else verdict
+
+    def _session(self, headers: Headers) -> Session | None:
+        cookies = SimpleCookie()
+        with suppress(CookieError):
+            cookies.load(headers.get("cookie", ""))
+        morsel = cookies.get(COOKIE)
+        return self._sessions.find(morsel.value) if morsel is not None else None
 
 
 class Lockout:
@@ -118,18 +136,33 @@ def no_such_route(scope: Scope) -> ApiError:
     return ApiError(404, f"There is no such route. The base URL of the OpenAI API is {base}.", code="not_found")
 
 
+def _forged(scope: Scope, headers: Headers, session: Session) -> ApiError | None:
+    """A browser sends a cookie along whoever asks: an act must also show that it comes from a page of ours."""
+    if scope["method"] in READING or scope["path"].startswith("/console/login"):
+        return None
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return _forbidden("This act came from another site.")
+    if not is_csrf_right(session, headers.get(CSRF_HEADER, "")):
+        return _forbidden("This act did not come from a page of the console; reload the page.")
+    return None
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", code="forbidden")
+
+
 def _over_socket(uid: int) -> Principal | ApiError:
     """The system says who is at the other end."""
     if uid in (0, os.getuid()):
         return LOCAL_ADMIN
-    return ApiError(403, "This user may not administer inferd.", type="permission_error", code="forbidden")
+    return _forbidden("This user may not administer inferd.")
 
 
 def _as_error(denied: Denied) -> ApiError:
     if denied.status == 401:
         headers = {"www-authenticate": "Bearer"}
         return ApiError(401, denied.reason, type="authentication_error", code="invalid_api_key", headers=headers)
-    return ApiError(403, denied.reason, type="permission_error", code="forbidden")
+    return _forbidden(denied.reason)
 
 
 def _peer(scope: Scope) -> str:

@@ -7,12 +7,17 @@ could hold memory and connections. Here a request's head has a size and a time. 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
 from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEADERS = 64
+PEERCRED = struct.Struct("3i")  # pid, uid, gid
+PEER_UID = "inferd.peer_uid"  # in the scope of a request that came over the admin socket
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -26,10 +31,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._num_head_bytes = 0
         self._in_head = True
+        self._peer_uid: int | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._peer_uid = peer_uid(transport)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -46,6 +53,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(431, "The request's headers are too large.")
         elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
             self._start_clock()  # the rest of a refused body is thrown away, but not for ever
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._peer_uid is not None:
+            self.scope[PEER_UID] = self._peer_uid  # type: ignore[literal-required]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.transport.is_closing():
@@ -99,6 +111,17 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def peer_uid(transport: asyncio.Transport) -> int | None:
+    """Of the process at the other end of a unix socket, as the system has it; None for other connections."""
+    end = transport.get_extra_info("socket")
+    if end is None or end.family != socket.AF_UNIX:
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=os.dup(end.fileno())) as copy:
+        credentials = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEERCRED.size)
+    _, uid, _ = PEERCRED.unpack(credentials)
+    return int(uid)
 
 
 def limited(*, head_limit_bytes: int, head_timeout_s: float, max_connections: int) -> type[GuardedProtocol]:

@@ -17,6 +17,7 @@ EXACT: dict[str, Need] = {
     "/ready": "open",
     "/readyz": "open",
     "/version": "open",
+    "/console": "open",  # leads to the first page, or to the login
     "/metrics": "metrics",
     "/rerank": "infer",
     "/score": "infer",
@@ -28,6 +29,9 @@ PREFIXES: tuple[tuple[str, Need], ...] = (
     ("/v1/", "infer"),
     ("/api/", "infer"),
     ("/admin/v1/", "admin"),
+    ("/console/login", "open"),
+    ("/console/static/", "open"),
+    ("/console/", "read"),
 )
 
 
