@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from inferd.appliance.api import admin_models, health
+from inferd.appliance.api import admin_models, health, metrics
 from inferd.appliance.api.admin import events as admin_events
 from inferd.appliance.api.admin import keys as admin_keys
 from inferd.appliance.api.admin import models as admin_model_acts
@@ -31,7 +31,7 @@ def create_app(state: AppState) -> FastAPI:
     settings = state.settings
     middleware = [  # outermost first
         Middleware(RequestId),
-        Middleware(AccessLog),
+        Middleware(AccessLog, metrics=state.metrics),
         Middleware(Gate, allowed_hosts=settings.allowed_hosts, body_limit_bytes=settings.body_limit_bytes),
         Middleware(CatchErrors),
     ]
@@ -45,7 +45,7 @@ def create_app(state: AppState) -> FastAPI:
     )
     app.state.inferd = state
     generating, pooling = (chat.router, completions.router), (embeddings.router, scoring.router)
-    for router in (health.router, models.router, *generating, *pooling, admin_models.router):
+    for router in (health.router, metrics.router, models.router, *generating, *pooling, admin_models.router):
         app.include_router(router)
     for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_keys.router):
         app.include_router(admin, dependencies=[Depends(refuse_strangers)])

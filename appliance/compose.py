@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from inferd.appliance.supervisor.failure import Failure
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.appliance.supervisor.supervisor import Supervisor
 from inferd.appliance.supervisor.world import Holding, Rules
+from inferd.appliance.telemetry.metrics import Metrics
+from inferd.engine.frontend.stats import LatencyObserver
 
 
 def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
@@ -41,8 +44,9 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
     options = OptionsStore(library.database)
     planner = MemoryPlanner(settings, catalog, FactsStore(library.database), options, HostOnly())
     ticker = BoardTicker(hub)
+    launcher = EngineLauncher(settings, catalog, planner, run_dir)
     supervisor: Supervisor[ServedModel] = Supervisor(
-        EngineLauncher(settings, catalog, planner, run_dir).start,
+        launcher.start,
         planner,
         rules=Rules(sleep_s=settings.sleep_s),
         load_timeout_s=settings.load_timeout_s,
@@ -58,9 +62,12 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
     feeds = EngineFeeds(hub, requests, supervisor)
     supervisor.on_change(lambda model: ticker.changed())
     supervisor.on_change(lambda model: feeds.look())
+    metrics = Metrics(supervisor, planner)
+    launcher.observe = metrics.latency_of
     incidents = IncidentLog(library.database, hub)
 
     def on_failure(model: str, failure: Failure) -> None:
+        metrics.incident(failure.kind)
         lost = supervisor.num_open_of(model)
         incidents.record(incident_of(model, failure, {"host": planner.host_ledger()}, lost))
 
@@ -82,6 +89,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         keys=KeyStore(library.database),
         admission=Admission(usage, supervisor.num_open_of, settings.max_open_requests),
         usage=usage,
+        metrics=metrics,
         audit=AuditLog(library.database, lambda entry: hub.append("audit", entry)),
     )
 
@@ -94,6 +102,7 @@ class EngineLauncher:
         self._catalog = catalog
         self._planner = planner
         self._run_dir = run_dir
+        self.observe: Callable[[str], LatencyObserver | None] = lambda model: None
 
     async def start(self, model: str, placement: Holding) -> ServedModel:
         """Raises `EngineError`."""
@@ -102,6 +111,8 @@ class EngineLauncher:
         args = self._settings.engine.to_args(self._catalog.folder(record), kv_cache_bytes=kv_cache_bytes)
         recommended = recommended_sampling([file.sha256 for file in record.files])
         served = await ServedModel.start(args, self._run_dir, self._settings.load_timeout_s, recommended)
+        if (observer := self.observe(model)) is not None:
+            served.llm.observe(observer)
         self._planner.loaded(model, served.memory, time.monotonic() - began)
         return served
 

@@ -15,7 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inferd.appliance.api.body import too_large
 from inferd.appliance.api.errors import ApiError, is_expected, to_api_error
 from inferd.appliance.settings import is_loopback
+from inferd.appliance.telemetry.metrics import Metrics
 
+UNCOUNTED = ("/metrics", "/health", "/ping", "/ready", "/readyz", "/version")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 access_log = logging.getLogger("inferd.access")
 log = logging.getLogger(__name__)
@@ -45,10 +47,11 @@ class RequestId:
 
 
 class AccessLog:
-    """One line a request, when it is over. 499: the client left first."""
+    """One line a request, when it is over, and its count by route. 499: the client left first."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,6 +69,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, watched_send)
         finally:
+            self._count(scope, status if complete else 499, time.monotonic() - began)
             access_log.info(
                 "%s %r %d %.1f ms %s",
                 scope["method"],
@@ -74,6 +78,12 @@ class AccessLog:
                 (time.monotonic() - began) * 1000,
                 scope["state"]["request_id"],
             )
+
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+        route = scope.get("route")
+        handler = getattr(route, "path", "none")  # the template: never what a client wrote
+        if handler not in UNCOUNTED:
+            self._metrics.answered(scope["method"] if route is not None else "none", handler, status, seconds)
 
 
 class CatchErrors:

@@ -30,6 +30,7 @@ from inferd.appliance.settings import Settings
 from inferd.appliance.supervisor.catalog import Catalog
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.appliance.supervisor.supervisor import Supervisor
+from inferd.appliance.telemetry.metrics import Metrics
 
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session_id", "x-conversation-id")
 
@@ -51,6 +52,7 @@ class AppState:
     keys: KeyStore
     admission: Admission
     usage: UsageStore
+    metrics: Metrics
     audit: AuditLog
 
     @asynccontextmanager
