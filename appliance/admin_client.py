@@ -7,7 +7,7 @@ commands.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -48,10 +48,20 @@ class AdminClient:
     Every method raises `Unreachable`, `NotAllowed` or `ActFailed`.
     """
 
-    def __init__(self, address: str, *, key: str | None = None, socket: Path | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: str | None = None,
+        socket: Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`transport` and `headers`: for whoever asks from inside the daemon."""
         self.address = address
-        transport = httpx.AsyncHTTPTransport(uds=str(socket)) if socket is not None else None
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if socket is not None:
+            transport = httpx.AsyncHTTPTransport(uds=str(socket))
+        headers = {**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})}
         self._http = httpx.AsyncClient(
             base_url=address, timeout=TIMEOUT, transport=transport, headers=headers, trust_env=False
         )

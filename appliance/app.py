@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,15 +16,18 @@ from inferd.appliance.api.admin import keys as admin_keys
 from inferd.appliance.api.admin import models as admin_model_acts
 from inferd.appliance.api.admin import requests as admin_requests
 from inferd.appliance.api.admin_pull import make_pull_router
+from inferd.appliance.api.authenticate import Authenticate
 from inferd.appliance.api.errors import ApiError, bad_request, to_api_error
-from inferd.appliance.api.local_only import refuse_strangers
 from inferd.appliance.api.middleware import AccessLog, CatchErrors, Gate, RequestId
 from inferd.appliance.api.openai import chat, completions, embeddings, models, scoring
 from inferd.appliance.api.state import AppState
 from inferd.appliance.auth.admission import TooMany
+from inferd.appliance.console import ConsoleBackend
 from inferd.appliance.requests.errors import RequestCancelled
+from inferd.appliance.settings import Settings
 from inferd.appliance.supervisor.errors import ModelUnavailable, UnknownModel
 from inferd.engine.errors import EngineError
+from inferd.webui.app import make_routes
 
 
 def create_app(state: AppState) -> FastAPI:
@@ -33,6 +36,12 @@ def create_app(state: AppState) -> FastAPI:
         Middleware(RequestId),
         Middleware(AccessLog, metrics=state.metrics),
         Middleware(Gate, allowed_hosts=settings.allowed_hosts, body_limit_bytes=settings.body_limit_bytes),
+        Middleware(
+            Authenticate,
+            keys=state.keys,
+            sessions=state.sessions,
+            loopback_inference=settings.loopback_inference,
+        ),
         Middleware(CatchErrors),
     ]
     app = FastAPI(
@@ -48,9 +57,14 @@ def create_app(state: AppState) -> FastAPI:
     for router in (health.router, metrics.router, models.router, *generating, *pooling, admin_models.router):
         app.include_router(router)
     for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_keys.router):
-        app.include_router(admin, dependencies=[Depends(refuse_strangers)])
+        app.include_router(admin)
     app.include_router(make_pull_router(state.pulls))
+    app.router.routes.extend(make_routes(ConsoleBackend(state, app, lambda: described(settings))))
     return app
+
+
+def described(settings: Settings) -> list[tuple[str, str, str]]:
+    return [(name, str(value), "") for name, value in settings.model_dump().items()]
 
 
 def _exception_handlers() -> dict[Any, Any]:

@@ -99,7 +99,7 @@ def run(
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     options = ChatOptions(system, {name: value for name, value in given.items() if value is not None})
     settings = load_settings({"host": host, "port": port})
-    with Client(settings.address) as client:
+    with Client(settings.address, settings.admin_socket) as client:
         known = client.model_ids()
         if prompt is None and model is not None and model not in known and " " in model:
             model, prompt = None, model  # a question alone

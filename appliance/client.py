@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -30,17 +31,25 @@ class Refused(Exception):
 
 
 class Client:
-    """`address`: "http://127.0.0.1:4633". Every method raises `NotRunning` or `Refused`."""
+    """`address`: "http://127.0.0.1:4633". Every method raises `NotRunning` or `Refused`.
 
-    def __init__(self, address: str) -> None:
+    What only administrators may do goes over the daemon's `socket` on this machine, where the system says who asks.
+    """
+
+    def __init__(self, address: str, socket: Path | None = None) -> None:
         self._address = address
         self._http = httpx.Client(base_url=address, timeout=TIMEOUT, trust_env=False)
+        self._admin = self._http
+        if socket is not None and socket.exists():
+            transport = httpx.HTTPTransport(uds=str(socket))
+            self._admin = httpx.Client(base_url=address, timeout=TIMEOUT, transport=transport, trust_env=False)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._http.close()
+        self._admin.close()
 
     def version(self) -> str:
         return str(self._get("/version")["version"])
@@ -76,7 +85,8 @@ class Client:
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
         with self._errors():
-            response = self._http.request(method, path, **options)
+            http = self._admin if path.startswith("/admin/") else self._http
+            response = http.request(method, path, **options)
             if response.is_error:
                 raise _refused(response)
             return response.json()

@@ -11,6 +11,7 @@ from inferd.appliance.api.state import AppState
 from inferd.appliance.auth.admission import Admission
 from inferd.appliance.auth.audit import AuditLog
 from inferd.appliance.auth.keys import KeyStore
+from inferd.appliance.auth.sessions import Sessions
 from inferd.appliance.auth.usage import UsageStore
 from inferd.appliance.boards.devices import DeviceBoard
 from inferd.appliance.boards.incidents import IncidentLog, incident_of
@@ -87,6 +88,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         requests=requests,
         feeds=feeds,
         keys=KeyStore(library.database),
+        sessions=Sessions(),
         admission=Admission(usage, supervisor.num_open_of, settings.max_open_requests),
         usage=usage,
         metrics=metrics,

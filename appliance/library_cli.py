@@ -61,7 +61,7 @@ def pull(
     if name is not None:
         check_name(name)
     with closing(display_on_stderr()) as report:
-        record = pull_by_daemon(settings.address, settings.home, parsed, name, report)
+        record = pull_by_daemon(settings.address, settings.home, parsed, name, report, socket=settings.admin_socket)
         if record is None:
             with Library.open(settings.home) as library:
                 record = build_pull_service(library, os.environ).pull(parsed, report, name=name)
@@ -162,7 +162,7 @@ def _is_person() -> bool:
 def _remove_by_daemon(settings: Settings, name: str) -> Removed | None:
     """None where no daemon of this home listens, or an older one that cannot do it."""
     try:
-        with Client(settings.address) as client:
+        with Client(settings.address, settings.admin_socket) as client:
             return msgspec.convert(client.remove_model(name, str(settings.home)), Removed)
     except NotRunning:
         return None

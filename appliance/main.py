@@ -23,7 +23,7 @@ from inferd.appliance.downloads.factory import build_pull_service
 from inferd.appliance.downloads.progress import Report, ignore_progress
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import in_service
-from inferd.appliance.listener import listen
+from inferd.appliance.listener import listen, listen_unix
 from inferd.appliance.rundir import daemon_folder
 from inferd.appliance.sdnotify import Notifier
 from inferd.appliance.settings import Settings, http_address
@@ -66,14 +66,18 @@ def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
         pulls = stack.enter_context(closing(build_pull_service(library, os.environ)))
         state = build_state(settings, library, pulls, run_dir)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(_serve(state, listener, reports or Reports(), Notifier(os.environ)))
+        admin = stack.enter_context(closing(listen_unix(settings.admin_socket)))
+        stack.callback(settings.admin_socket.unlink, missing_ok=True)
+        return runner.run(_serve(state, listener, admin, reports or Reports(), Notifier(os.environ)))
 
 
-async def _serve(state: AppState, listener: socket.socket, reports: Reports, notifier: Notifier) -> int:
+async def _serve(
+    state: AppState, listener: socket.socket, admin: socket.socket, reports: Reports, notifier: Notifier
+) -> int:
     signals = _Signals()
     server = make_server(state)
     state.ticker.start()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=[listener, admin]))
     watchdog = asyncio.create_task(notifier.watchdog())
     try:
         notifier.ready(f"listening on {address_of(listener)}")

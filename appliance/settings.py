@@ -117,6 +117,7 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 4633  # 0: any free port
+    loopback_inference: bool = True  # this machine may have answers without a key; administering always needs one
     allowed_hosts: tuple[str, ...] = ()  # more Host and Origin names than loopback's, for a proxy on this machine
     home: Path = Field(default_factory=default_home)
     run_dir: Path = Field(default_factory=default_run_dir)

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inferd.appliance.api.errors import ApiError
-from inferd.appliance.api.local_only import refuse_other_home, refuse_strangers
+from inferd.appliance.api.homes import refuse_other_home
 from inferd.appliance.api.state import AppState, state_of
 from inferd.appliance.client import MODELS_PATH
 from inferd.appliance.library.errors import LibraryError, ModelInUse, ModelNotFound
@@ -21,7 +21,6 @@ GONE = frozenset({ModelState.ON_DISK, ModelState.FAILED})  # no process
 async def remove(request: Request, name: str, home: str | None = None) -> Response:
     """`home`: the caller's, as for pulls. 409 for a model that is loaded or on its way into the library."""
     state = state_of(request)
-    refuse_strangers(request)
     refuse_other_home(home, str(state.pulls.library.home))
     try:
         await _let_go(state, name)

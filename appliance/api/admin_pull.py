@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from inferd.appliance.api.body import read_json
 from inferd.appliance.api.errors import INTERNAL, bad_request
-from inferd.appliance.api.local_only import refuse_other_home, refuse_strangers
+from inferd.appliance.api.homes import refuse_other_home
 from inferd.appliance.api.wording import in_plain_words
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.downloads.progress import PullProgress
@@ -40,7 +40,6 @@ def make_pull_router(service: PullService) -> APIRouter:
 
     @router.post(PULL_PATH)
     async def pull(request: Request) -> Response:
-        refuse_strangers(request)
         wanted = _decode(await read_json(request, limit_bytes=BODY_LIMIT_BYTES, timeout_s=BODY_TIMEOUT_S))
         refuse_other_home(wanted.home, str(service.library.home))
         watch = _Watch(service, _source(wanted), wanted.name)

@@ -9,12 +9,13 @@ from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inferd.appliance.api.errors import ApiError
 from inferd.appliance.api.protocol import PEER_UID
 from inferd.appliance.auth.access import READING, Denied, decide, needed
-from inferd.appliance.auth.keys import KeyStore
+from inferd.appliance.auth.keys import KEY_PREFIX, KeyStore
 from inferd.appliance.auth.limiter import Bucket
 from inferd.appliance.auth.principal import LOCAL_ADMIN, Principal
 from inferd.appliance.auth.sessions import COOKIE, CSRF_HEADER, Session, Sessions, is_csrf_right
@@ -41,7 +42,7 @@ class Authenticate:
             return
         verdict = self._verdict(scope)
         if isinstance(verdict, ApiError):
-            await verdict.response()(scope, receive, send)
+            await _answer(verdict, scope)(scope, receive, send)
             return
         scope["state"]["principal"] = verdict
         await self._app(scope, receive, send)
@@ -86,6 +87,14 @@ class Authenticate:
         return self._sessions.find(morsel.value) if morsel is not None else None
 
 
+def _answer(error: ApiError, scope: Scope) -> Response:
+    """A browser that may not see a page of the console yet is led to where it can."""
+    is_page = scope["path"].startswith("/console/") and not scope["path"].startswith("/console/stream/")
+    if error.status == 401 and is_page and scope["method"] in READING:
+        return RedirectResponse("/console/login", 303)
+    return error.response()
+
+
 class Lockout:
     """Slows down whoever guesses: ten wrong keys a minute from one address, then none is looked at."""
 
@@ -108,13 +117,15 @@ class Lockout:
 
 
 def keys_sent(headers: Headers) -> list[str]:
-    """The different keys that a request carries; OpenAI's clients send the first form, Anthropic's may send both."""
+    """The different keys of ours that a request carries. OpenAI's clients send the first form, Anthropic's may send
+    both, and all of them insist on some key: what does not look like one of ours counts as none.
+    """
     found = []
     for value in headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
         found.append(key.strip() if scheme.lower() == "bearer" else value)
     found += [value.strip() for value in headers.getlist("x-api-key")]
-    return list(dict.fromkeys(found))
+    return [key for key in dict.fromkeys(found) if key.startswith(KEY_PREFIX)]
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -63,8 +65,8 @@ def _what_follows(state: ModelState, failure: Failure) -> str:
     if state is not ModelState.FAILED:
         return "It is being started again."
     if failure.by_itself:
-        return f"It is started again in {failure.retry_in_s:.0f} s."
-    return f"It may be asked for again in {failure.retry_in_s:.0f} s."
+        return f"It is started again in {math.ceil(failure.retry_in_s)} s."
+    return f"It may be asked for again in {math.ceil(failure.retry_in_s)} s."
 
 
 def _json(value: object) -> Response:

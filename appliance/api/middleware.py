@@ -17,6 +17,7 @@ from inferd.appliance.api.errors import ApiError, is_expected, to_api_error
 from inferd.appliance.settings import is_loopback
 from inferd.appliance.telemetry.metrics import Metrics
 
+FORMS = ("/console/login",)  # the only place that a form is sent to
 UNCOUNTED = ("/metrics", "/health", "/ping", "/ready", "/readyz", "/version")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 access_log = logging.getLogger("inferd.access")
@@ -138,15 +139,15 @@ class Gate:
         if origin is not None and not self._is_ours(origin):
             return _forbidden("Web pages of other sites may not call this server.")
         if scope["method"] in ("POST", "PUT", "PATCH"):
-            return self._body_refusal(headers)
+            return self._body_refusal(headers, scope["path"])
         return None
 
-    def _body_refusal(self, headers: Headers) -> ApiError | None:
+    def _body_refusal(self, headers: Headers, path: str) -> ApiError | None:
         length = headers.get("content-length", "0")
         if length == "0" and "transfer-encoding" not in headers:
             return None
         content_type = headers.get("content-type", "").split(";")[0].strip().lower()
-        if content_type != "application/json":
+        if content_type != ("application/x-www-form-urlencoded" if path in FORMS else "application/json"):
             return _unsupported_media("The content type must be application/json.")
         if headers.get("content-encoding", "identity").lower() != "identity":
             return _unsupported_media("Compressed bodies are not supported.")

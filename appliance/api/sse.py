@@ -44,8 +44,13 @@ class Wire:
         await self._start(200, {"content-type": "application/json", "content-length": str(len(payload)), **headers})
         await self._send({"type": "http.response.body", "body": payload})
 
-    async def stream(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        """Sends `events`, a comment whenever they are silent for long, and an error event when they raise."""
+    async def stream(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], *, for_clients: bool = True
+    ) -> None:
+        """Sends `events`, and a comment whenever they are silent for long.
+
+        `for_clients`: an error event when they raise, and the end mark that OpenAI's clients wait for.
+        """
         await self._start(200, {**STREAM_HEADERS, **headers})
         keepalive = asyncio.create_task(self._keep_alive())
         try:
@@ -53,10 +58,13 @@ class Wire:
                 async for piece in events:
                     await self._chunk(piece)
         except Exception as error:
-            await self._chunk(event(_reported(error).body()))
+            failure = event(_reported(error).body())
+            if for_clients:
+                await self._chunk(failure)
         finally:
             keepalive.cancel()
-        await self._chunk(DONE)
+        if for_clients:
+            await self._chunk(DONE)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from inferd.appliance.auth.admission import Admission
 from inferd.appliance.auth.audit import AuditLog
 from inferd.appliance.auth.keys import KeyStore
 from inferd.appliance.auth.principal import LOCAL, Principal
+from inferd.appliance.auth.sessions import Sessions
 from inferd.appliance.auth.usage import UsageStore
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
@@ -50,6 +51,7 @@ class AppState:
     requests: RequestRegistry
     feeds: EngineFeeds
     keys: KeyStore
+    sessions: Sessions
     admission: Admission
     usage: UsageStore
     metrics: Metrics

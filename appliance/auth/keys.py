@@ -20,6 +20,7 @@ from inferd.appliance.library.db import LibraryDatabase
 from inferd.appliance.schemas import Lane
 
 KEY = re.compile(r"ifd_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
+KEY_PREFIX = "ifd_"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 ADMIN_NAME = "admin"
 NO_DIGEST = hashlib.sha256(b"no key").hexdigest()

@@ -18,15 +18,20 @@ TIMEOUT = httpx.Timeout(60.0, connect=2.0)
 NDJSON = "application/x-ndjson"
 
 
-def pull_by_daemon(address: str, home: Path, source: Source, name: str | None, report: Report) -> ModelRecord | None:
-    """The model, or None where no daemon of this home listens at `address` ("http://127.0.0.1:4633").
+def pull_by_daemon(
+    address: str, home: Path, source: Source, name: str | None, report: Report, *, socket: Path | None = None
+) -> ModelRecord | None:
+    """The model, or None where no daemon of this home listens at its admin `socket` (None: at `address`).
 
     Raises what the daemon's pull raised, and `NetworkFailure` when the daemon goes away; its pull may go on.
     """
+    if socket is not None and not socket.exists():
+        return None
+    transport = None if socket is None else httpx.HTTPTransport(uds=str(socket))
     request = msgspec.json.encode(PullRequest(str(source), name, str(home)))
     try:
         with (
-            httpx.Client(timeout=TIMEOUT, trust_env=False) as client,
+            httpx.Client(timeout=TIMEOUT, trust_env=False, transport=transport) as client,
             client.stream(
                 "POST", address + PULL_PATH, content=request, headers={"content-type": "application/json"}
             ) as response,

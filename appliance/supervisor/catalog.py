@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from inferd.appliance.downloads.select import quantisation_of
 from inferd.appliance.library.errors import ModelNotFound
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.records import ModelRecord
@@ -46,7 +47,7 @@ def record_of_folder(folder: Path) -> ModelRecord:
         architecture=config.architecture,
         path=str(folder),
         size_bytes=sum(path.stat().st_size for path in weights),
-        quantisation=None,
+        quantisation=next((quantisation_of(path.name) for path in weights if path.suffix == ".gguf"), None),
         context_limit=config.max_position,
         created_at=int((folder / "config.json").stat().st_mtime),
     )

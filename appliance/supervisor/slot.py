@@ -16,34 +16,22 @@ from inferd.appliance.supervisor.backoff import Backoff
 from inferd.appliance.supervisor.door import Door
 from inferd.appliance.supervisor.failure import Failure, FailureKind
 from inferd.appliance.supervisor.states import RESTING, ModelState, check_transition
+from inferd.appliance.supervisor.watch import Watched, cancelled, until_lost
 from inferd.appliance.supervisor.world import Holding
 from inferd.engine.errors import EngineError
 
 log = logging.getLogger(__name__)
 
 
-class Running(Protocol):
+class Running(Watched, Protocol):
     """What the supervisor needs of a started engine."""
 
     @property
     def is_alive(self) -> bool: ...
 
-    @property
-    def last_heartbeat(self) -> float:
-        """Monotonic time of its last sign of life; even an idle engine gives one every few seconds."""
-        ...
-
-    async def wait_dead(self) -> object:
-        """Returns once the engine process is gone: an exception that says why, or None."""
-        ...
-
     async def sleep(self, level: int) -> None: ...
 
     async def wake(self) -> None: ...
-
-    def kill(self) -> None:
-        """Ends the process without a word to it."""
-        ...
 
     async def shutdown(self, drain_s: float) -> None:
         """Idempotent; returns once the process is gone, whether it was alive or not."""
@@ -52,8 +40,6 @@ class Running(Protocol):
 
 EngineT = TypeVar("EngineT", bound=Running)
 StartEngine = Callable[[str, Holding], Awaitable[EngineT]]
-OVERSLEPT_S = 1.0
-KILLED_S = 10.0  # what the kernel needs at the most to take a killed process away
 SLEEP_STATES = {1: ModelState.SLEEPING_1, 2: ModelState.SLEEPING_2}
 
 
@@ -198,7 +184,7 @@ class EngineSlot(Generic[EngineT]):
         if engine is None:
             await doing
             return True
-        watching = asyncio.ensure_future(self._watch(engine))
+        watching = asyncio.ensure_future(until_lost(self.model, engine, self._hung_after_s))
         try:
             await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
@@ -207,30 +193,8 @@ class EngineSlot(Generic[EngineT]):
             await self._bury(*watching.result())
             return False
         finally:
-            await _cancelled(doing)
-            await _cancelled(watching)
-
-    async def _watch(self, engine: EngineT) -> tuple[FailureKind, object]:
-        """Returns when the engine is dead, or has not been heard of for too long."""
-        death = asyncio.ensure_future(engine.wait_dead())
-        heard_from = 0.0  # silence before this is not the engine's
-        try:
-            while True:
-                looked_at = time.monotonic()
-                silent_s = looked_at - max(engine.last_heartbeat, heard_from)
-                if silent_s > self._hung_after_s:
-                    log.error("the engine of %s has been silent for %.0f s and is killed", self.model, silent_s)
-                    engine.kill()
-                    await asyncio.wait({death}, timeout=KILLED_S)
-                    return "engine_hung", None
-                wait_s = max(self._hung_after_s - silent_s, 0.05)
-                done, _ = await asyncio.wait({death}, timeout=wait_s)
-                if done:
-                    return "engine_died", death.result()
-                if time.monotonic() - looked_at > wait_s + OVERSLEPT_S:  # we were stopped, and have not listened since
-                    heard_from = time.monotonic()
-        finally:
-            await _cancelled(death)
+            await cancelled(doing)
+            await cancelled(watching)
 
     async def _load(self) -> None:
         began = time.monotonic()
@@ -246,7 +210,7 @@ class EngineSlot(Generic[EngineT]):
         except Exception as error:
             self._fail("load_failed", error)
         finally:
-            await _cancelled(starting)
+            await cancelled(starting)
         if self.state is ModelState.LOADING:
             self._move(ModelState.STOPPING)
             self._move(ModelState.ON_DISK)
@@ -290,7 +254,7 @@ class EngineSlot(Generic[EngineT]):
             await self._end_process()
             self._fail(kind, error)
         finally:
-            await _cancelled(doing)
+            await cancelled(doing)
         return False
 
     async def _unload(self) -> None:
@@ -347,7 +311,7 @@ class EngineSlot(Generic[EngineT]):
             self._goal_set.clear()
             asked = asyncio.ensure_future(self._goal_set.wait())
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-            await _cancelled(asked)
+            await cancelled(asked)
 
     def _move(self, after: ModelState) -> None:
         check_transition(self.model, self.state, after)
@@ -371,12 +335,3 @@ class EngineSlot(Generic[EngineT]):
 
 def _as_error(death: object) -> BaseException | None:
     return death if isinstance(death, BaseException) else None
-
-
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    """Ends a task that nobody waits for any longer; an error that it ends with concerns nobody."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()

@@ -141,9 +141,9 @@ def test_the_pull_goes_on_when_the_caller_leaves(
         ({"source": "nonsense"}, "source"),
         ({"source": "hf:../.."}, "source"),
         ({"source": "pypi:a", "name": "../x"}, "name"),
-        ({}, None),
-        ({"source": 1}, None),
-        ({"source": "pypi:a", "unknown": 1}, None),
+        ({}, "source"),
+        ({"source": 1}, "source"),
+        ({"source": "pypi:a", "unknown": 1}, "unknown"),
     ],
 )
 def test_a_bad_request_is_refused_before_anything_starts(
@@ -166,7 +166,6 @@ def test_another_home_is_another_daemons_business(
 @pytest.mark.parametrize(
     "headers",
     [
-        {"host": "proxy.example"},
         {"host": "evil.example"},
         {"origin": "https://evil.example"},
         {"content-type": "text/plain"},

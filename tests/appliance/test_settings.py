@@ -51,7 +51,10 @@ def test_home_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("prot = 1", "unknown key 'prot'; did you mean 'port'"),
         ("[engine]\ndtpye = 'auto'", "[engine]: unknown key 'dtpye'; did you mean 'dtype'"),
-        ("[engine.speculative]\nmethod = 'ngram'\nmodle = 'x'", "[speculative]: unknown key 'modle'; did you mean 'model'"),
+        (
+            "[engine.speculative]\nmethod = 'ngram'\nmodle = 'x'",
+            "[speculative]: unknown key 'modle'; did you mean 'model'",
+        ),
         ("port = 'x'", "port: "),
         ("port = -1", "port: "),
         ("drain_s = nan", "drain_s: "),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("kernels", "engine", "appliance", "tui")
+FOLDERS = ("kernels", "engine", "appliance", "tui", "webui")
 
 # What the appliance may know of the engine: its torch-free front.
 ENGINE_FRONT = (
@@ -82,7 +82,8 @@ def test_faces_see_only_the_client_and_its_records() -> None:
         "inferd.appliance.events.mirror",
         "inferd.appliance.schemas",
     )
-    assert not offenders("tui", ("inferd.appliance", "inferd.engine", "inferd.kernels", "torch"), allowed)
+    for face in ("tui", "webui"):
+        assert not offenders(face, ("inferd.appliance", "inferd.engine", "inferd.kernels", "torch"), allowed)
 
 
 def test_core_holds_no_tensors_and_few_sockets() -> None:

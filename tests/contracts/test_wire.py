@@ -14,6 +14,7 @@ from inferd.engine.core.output import (
     SchedulerOutput,
     SharedPrefix,
 )
+from inferd.engine.insight.records import StepRecord, StepShare, StepTokens
 from inferd.engine.logprobs import PromptChunk, TokenLogprobs
 from inferd.engine.messages import (
     Abort,
@@ -25,9 +26,11 @@ from inferd.engine.messages import (
     EngineOutputs,
     EngineReady,
     EngineStartFailed,
+    FeedUpdate,
     FinishReason,
     MultimodalFeature,
     PoolingInfo,
+    RequestStart,
     SchedulerStats,
     Shutdown,
     ToEngine,
@@ -46,7 +49,11 @@ TO_ENGINE = [
     Call(7, "stats", [1, "x"]),
     Shutdown(2.5),
 ]
+STEP = StepRecord(4, 9.5, 12.5, StepTokens(3, 1), 8, [StepShare("r-1", 4)], "decode", 8, ["r-2"], 1, 2, 0.5, 0.25, 6)
+FEED = FeedUpdate(9.5, False, [{"id": "r-1", "output_tokens": 4, "eta_s": None}], [STEP], SchedulerStats(step=4), 0.1)
+
 OTHERS: list[tuple[Any, Any]] = [
+    (EngineOutputs([EngineOutput("r-1", [5], start=RequestStart(1.0, 2.0, 3.5))], feed=FEED, at=3.5), EngineOutputs),
     (
         EngineOutputs(
             [

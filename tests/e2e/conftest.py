@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from inferd.appliance.api.state import AppState
@@ -95,7 +99,8 @@ async def serving(settings: Settings) -> AsyncIterator[Daemon]:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         address = address_of(listener)
         try:
-            async with httpx.AsyncClient(base_url=address, timeout=60, trust_env=False) as http:
+            admin = {"authorization": f"Bearer {state.keys.reset_admin()}"}
+            async with httpx.AsyncClient(base_url=address, timeout=60, trust_env=False, headers=admin) as http:
                 model = state.catalog.list_models()[0].id
                 await state.supervisor.ensure_ready(model)
                 yield Daemon(state, address, http, model)
@@ -147,3 +152,75 @@ def inferd_environment(tmp_path: Path, short_run_dir: Path) -> dict[str, str]:
         "INFERD_HOME": str(tmp_path / "home"),
         "INFERD_RUN_DIR": str(short_run_dir / "run"),
     }
+
+
+INFERD = str(Path(sys.executable).parent / "inferd")
+SCRIPTED = ["--set", "engine.executor=scripted", "--set", "engine.block_size=4"]
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    port: int
+    greeting: str
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "tiny", replies={"France": "Paris."}, kv_blocks=1025)
+
+
+@pytest.fixture
+def serve(model_folder: Path, inferd_environment: dict[str, str]) -> Iterator[Callable[..., Served]]:
+    """Starts `inferd serve` and waits until it says that it serves. `log`: the file that gets its standard error."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str, log: Path | None = None) -> Served:
+        command = [INFERD, "serve", "--port", "0", *SCRIPTED, "--model", str(model_folder), *options]
+        with ExitStack() as stack:
+            errors = stack.enter_context(log.open("wb")) if log is not None else None
+            process = subprocess.Popen(
+                command, env=inferd_environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        started.append(process)
+        assert process.stdout is not None
+        greeting = ""
+        while "inferd run" not in greeting:
+            line = process.stdout.readline()
+            assert line, "inferd serve ended before it served"
+            greeting += line
+        port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", greeting)
+        assert port is not None
+        return Served(process, int(port[1]), greeting)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def inferd(inferd_environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs one command to its end; `text` is its standard input."""
+
+    def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [INFERD, *words],
+            env=inferd_environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            input=text,
+            check=False,
+        )
+
+    return run

@@ -49,7 +49,7 @@ async def test_a_request_is_followed_and_cancelled_while_it_runs(start_daemon: A
         while not [live for live in mirror.requests if live.output_tokens > 2]:
             mirror.apply(await anext(events))
         (live,) = mirror.requests
-        assert (live.state, live.model, live.api, live.client) == ("decode", daemon.model, "chat", "local")
+        assert (live.state, live.model, live.api, live.client) == ("decode", daemon.model, "chat", "admin")
         told = await daemon.http.post(f"/admin/v1/requests/{live.id}/cancel")
         assert told.status_code == 200
         while mirror.requests[0].state != "cancelled":

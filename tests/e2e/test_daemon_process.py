@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import select
 import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -28,53 +27,7 @@ SCRIPTED = ["--set", "engine.executor=scripted", "--set", "engine.block_size=4"]
 GONE_S = 3.0
 
 
-@dataclass
-class Served:
-    process: subprocess.Popen[str]
-    port: int
-    greeting: str
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-
-Serve = Callable[..., Served]
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    return make_model_folder(tmp_path / "tiny", replies={"France": "Paris."}, kv_blocks=1025)
-
-
-@pytest.fixture
-def serve(model_folder: Path, inferd_environment: dict[str, str]) -> Iterator[Serve]:
-    """Starts `inferd serve` and waits until it says that it serves."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*options: str) -> Served:
-        command = [INFERD, "serve", "--port", "0", *SCRIPTED, "--model", str(model_folder), *options]
-        process = subprocess.Popen(command, env=inferd_environment, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None
-        greeting = ""
-        while "inferd run" not in greeting:
-            line = process.stdout.readline()
-            assert line, "inferd serve ended before it served"
-            greeting += line
-        port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", greeting)
-        assert port is not None
-        return Served(process, int(port[1]), greeting)
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+Serve = Callable[..., Any]  # the conftest's; test folders are no packages
 
 
 def inferd(environment: dict[str, str], *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:

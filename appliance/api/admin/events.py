@@ -27,7 +27,7 @@ async def events(request: Request, topics: str = "") -> Response:
     last_id = EventId.parse(request.headers.get("last-event-id", ""))
 
     async def work(wire: Wire) -> None:
-        await wire.stream(_encoded(state, wanted, last_id), {})
+        await wire.stream(_encoded(state, wanted, last_id), {}, for_clients=False)
 
     return Exchange(work, state.settings.keepalive_s)
 

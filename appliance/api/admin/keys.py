@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inferd.appliance.api.errors import ApiError, bad_request
-from inferd.appliance.api.state import state_of
+from inferd.appliance.api.state import principal_of, state_of
 from inferd.appliance.auth.keys import KeyInfo, KeyRefused
 from inferd.appliance.auth.principal import Limits
 from inferd.appliance.auth.usage import today
@@ -65,8 +65,18 @@ async def revoke_key(request: Request, name: str) -> Response:
         info = state.keys.revoke(name)
     except KeyRefused as error:
         raise ApiError(404, f"{error}.", code="not_found", param="name") from None
+    state.sessions.end_of_key(info.id)
     state.audited(request, "key.revoke", info.name)
     return _json(info)
+
+
+@router.post("/admin/v1/console-link")
+async def console_link(request: Request) -> Response:
+    """Opens the console once, in the caller's name, within two minutes."""
+    state = state_of(request)
+    token = state.sessions.make_link(principal_of(request))
+    state.audited(request, "console.link")
+    return _json({"token": token})
 
 
 @router.get("/admin/v1/usage")
