@@ -24,7 +24,6 @@ from inferd.appliance.api.state import AppState
 from inferd.appliance.auth.admission import TooMany
 from inferd.appliance.console import ConsoleBackend
 from inferd.appliance.requests.errors import RequestCancelled
-from inferd.appliance.settings import Settings
 from inferd.appliance.supervisor.errors import ModelUnavailable, UnknownModel
 from inferd.engine.errors import EngineError
 from inferd.webui.app import make_routes
@@ -59,12 +58,8 @@ def create_app(state: AppState) -> FastAPI:
     for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_keys.router):
         app.include_router(admin)
     app.include_router(make_pull_router(state.pulls))
-    app.router.routes.extend(make_routes(ConsoleBackend(state, app, lambda: described(settings))))
+    app.router.routes.extend(make_routes(ConsoleBackend(state, app, state.live.described)))
     return app
-
-
-def described(settings: Settings) -> list[tuple[str, str, str]]:
-    return [(name, str(value), "") for name, value in settings.model_dump().items()]
 
 
 def _exception_handlers() -> dict[Any, Any]:

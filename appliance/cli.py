@@ -18,6 +18,7 @@ from inferd.appliance.cli_options import HostOption, JsonOption, PortOption
 from inferd.appliance.client import Client
 from inferd.appliance.exits import with_exit_codes
 from inferd.appliance.library.errors import EmptyLibrary
+from inferd.appliance.live import LiveSettings
 from inferd.appliance.settings import SettingsError, load_settings
 
 app = typer.Typer(
@@ -72,8 +73,7 @@ def serve(
 
     given = {"model": model, "host": host, "port": port, "log_level": "debug" if verbose else None}
     flags = _assignments(sets) | {name: value for name, value in given.items() if value is not None}
-    settings = load_settings(flags, config)
-    raise typer.Exit(serve_here(settings))
+    raise typer.Exit(serve_here(LiveSettings(load_settings(flags, config), lambda: load_settings(flags, config))))
 
 
 @app.command()

@@ -24,35 +24,35 @@ from inferd.appliance.events.hub import EventHub
 from inferd.appliance.library.facts import FactsStore
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.options import OptionsStore
+from inferd.appliance.live import LiveSettings
 from inferd.appliance.memory.devices import HostOnly
 from inferd.appliance.memory.planner import MemoryPlanner, Resident
 from inferd.appliance.requests.engine_feed import EngineFeeds
 from inferd.appliance.requests.registry import RequestRegistry
 from inferd.appliance.requests.waits import WaitReasons
-from inferd.appliance.settings import Settings
 from inferd.appliance.supervisor.catalog import Catalog
 from inferd.appliance.supervisor.failure import Failure
 from inferd.appliance.supervisor.served import ServedModel
 from inferd.appliance.supervisor.supervisor import Supervisor
-from inferd.appliance.supervisor.world import Holding, Rules
+from inferd.appliance.supervisor.world import Holding, Limits, Rules
 from inferd.appliance.telemetry.metrics import Metrics
 from inferd.engine.frontend.stats import LatencyObserver
 
 
-def build_state(settings: Settings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
+def build_state(live: LiveSettings, library: Library, pulls: PullService, run_dir: Path) -> AppState:
     hub = EventHub()
-    catalog = Catalog(library, folder_records(settings.model))
+    catalog = Catalog(library, folder_records(live.current.model))
     options = OptionsStore(library.database)
-    planner = MemoryPlanner(settings, catalog, FactsStore(library.database), options, HostOnly())
+    planner = MemoryPlanner(live, catalog, FactsStore(library.database), options, HostOnly())
     ticker = BoardTicker(hub)
-    launcher = EngineLauncher(settings, catalog, planner, run_dir)
+    launcher = EngineLauncher(live, catalog, planner, run_dir)
     supervisor: Supervisor[ServedModel] = Supervisor(
         launcher.start,
         planner,
-        rules=Rules(sleep_s=settings.sleep_s),
-        load_timeout_s=settings.load_timeout_s,
-        hung_after_s=settings.hang_timeout_s,
+        limits=lambda: Limits(Rules(sleep_s=live.current.sleep_s), live.current.load_timeout_s),
+        hung_after_s=live.current.hang_timeout_s,
     )
+    live.on_change(supervisor.look_again)
     planner.residents = lambda: residents(supervisor)
     models = ModelBoard(hub, catalog, supervisor, planner)
     ticker.boards = {
@@ -75,7 +75,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
     supervisor.on_failure = on_failure
     usage = UsageStore(library.database)
     return AppState(
-        settings=settings,
+        live=live,
         version=version("inferd"),
         catalog=catalog,
         options=options,
@@ -89,7 +89,7 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
         feeds=feeds,
         keys=KeyStore(library.database),
         sessions=Sessions(),
-        admission=Admission(usage, supervisor.num_open_of, settings.max_open_requests),
+        admission=Admission(usage, supervisor.num_open_of, lambda: live.current.max_open_requests),
         usage=usage,
         metrics=metrics,
         audit=AuditLog(library.database, lambda entry: hub.append("audit", entry)),
@@ -99,8 +99,8 @@ def build_state(settings: Settings, library: Library, pulls: PullService, run_di
 class EngineLauncher:
     """Starts the engine of a model of the catalog, and tells the planner what that took."""
 
-    def __init__(self, settings: Settings, catalog: Catalog, planner: MemoryPlanner, run_dir: Path) -> None:
-        self._settings = settings
+    def __init__(self, live: LiveSettings, catalog: Catalog, planner: MemoryPlanner, run_dir: Path) -> None:
+        self._live = live
         self._catalog = catalog
         self._planner = planner
         self._run_dir = run_dir
@@ -108,11 +108,11 @@ class EngineLauncher:
 
     async def start(self, model: str, placement: Holding) -> ServedModel:
         """Raises `EngineError`."""
-        record, began = self._catalog.find(model), time.monotonic()
+        record, began, settings = self._catalog.find(model), time.monotonic(), self._live.current
         kv_cache_bytes = self._planner.kv_cache_bytes(model)
-        args = self._settings.engine.to_args(self._catalog.folder(record), kv_cache_bytes=kv_cache_bytes)
+        args = settings.engine.to_args(self._catalog.folder(record), kv_cache_bytes=kv_cache_bytes)
         recommended = recommended_sampling([file.sha256 for file in record.files])
-        served = await ServedModel.start(args, self._run_dir, self._settings.load_timeout_s, recommended)
+        served = await ServedModel.start(args, self._run_dir, settings.load_timeout_s, recommended)
         if (observer := self.observe(model)) is not None:
             served.llm.observe(observer)
         self._planner.loaded(model, served.memory, time.monotonic() - began)

@@ -46,10 +46,15 @@ def set_up_logging(level: str, write: Callable[[str], None] = write_to_stderr) -
     before = root.level
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("inferd").setLevel(level.upper())
+    set_level(level)
 
     def undo() -> None:
         root.removeHandler(handler)
         root.setLevel(before)
 
     return undo
+
+
+def set_level(level: str) -> None:
+    """Of our own loggers; others speak from "warning" on."""
+    logging.getLogger("inferd").setLevel(level.upper())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
@@ -24,9 +23,12 @@ from inferd.appliance.downloads.progress import Report, ignore_progress
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import in_service
 from inferd.appliance.listener import listen, listen_unix
+from inferd.appliance.live import LiveSettings
+from inferd.appliance.reload import reload_settings
 from inferd.appliance.rundir import daemon_folder
 from inferd.appliance.sdnotify import Notifier
-from inferd.appliance.settings import Settings, http_address
+from inferd.appliance.settings import http_address
+from inferd.appliance.signals import Signals
 
 KEEP_ALIVE_S = 60
 GOING_DOWN_S = 15  # what ending engines and connections may take after the drain
@@ -52,19 +54,20 @@ class Reports:
     ready: Callable[[Started], None] = lambda started: None
 
 
-def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
+def run_daemon(live: LiveSettings, reports: Reports | None = None) -> int:
     """Serves until a signal; call it on the main thread. Returns the exit code: 0, or 130 after Ctrl-C.
 
     Raises what keeps it from serving: `PortTaken`, `SettingsError`, `UnknownModel`, `LibraryError`, `EngineError`,
     `OSError`.
     """
+    settings = live.current
     with ExitStack() as stack:
         listener = stack.enter_context(closing(listen(settings.host, settings.port)))
         run_dir = stack.enter_context(daemon_folder(settings.run_dir))
         library = stack.enter_context(Library.open(settings.home))
         stack.enter_context(in_service(settings.home))
         pulls = stack.enter_context(closing(build_pull_service(library, os.environ)))
-        state = build_state(settings, library, pulls, run_dir)
+        state = build_state(live, library, pulls, run_dir)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         admin = stack.enter_context(closing(listen_unix(settings.admin_socket)))
         stack.callback(settings.admin_socket.unlink, missing_ok=True)
@@ -74,7 +77,7 @@ def run_daemon(settings: Settings, reports: Reports | None = None) -> int:
 async def _serve(
     state: AppState, listener: socket.socket, admin: socket.socket, reports: Reports, notifier: Notifier
 ) -> int:
-    signals = _Signals()
+    signals = Signals(lambda: reload_settings(state.live, notifier))
     server = make_server(state)
     state.ticker.start()
     serving = asyncio.create_task(server.serve(sockets=[listener, admin]))
@@ -99,7 +102,7 @@ async def _boot(state: AppState, address: str, reports: Reports, notifier: Notif
     reports.ready(Started(address, record.id, served.llm.ready.load_s))
 
 
-async def _until_asked_to_stop(signals: _Signals, serving: asyncio.Task[None], boot: Awaitable[None]) -> None:
+async def _until_asked_to_stop(signals: Signals, serving: asyncio.Task[None], boot: Awaitable[None]) -> None:
     """Raises what `boot` or the server raises."""
     asked = asyncio.ensure_future(signals.asked.wait())
     booting = asyncio.ensure_future(boot)
@@ -117,7 +120,7 @@ async def _until_asked_to_stop(signals: _Signals, serving: asyncio.Task[None], b
         await asyncio.gather(asked, booting, return_exceptions=True)
 
 
-async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[None], signals: _Signals) -> None:
+async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[None], signals: Signals) -> None:
     state.pulls.stop()
     draining = asyncio.ensure_future(state.supervisor.drain(state.settings.drain_s if signals.asked.is_set() else 0.0))
     hurry = asyncio.ensure_future(signals.hurry.wait())
@@ -131,26 +134,6 @@ async def _go_down(state: AppState, server: DaemonServer, serving: asyncio.Task[
     await state.ticker.close()
     server.should_exit = True
     await asyncio.wait({serving})
-
-
-class _Signals:
-    """The first SIGTERM or SIGINT asks for a clean end, the second for a quick one."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurry = asyncio.Event()
-        self.exit_code = 0
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal, 0)
-        loop.add_signal_handler(signal.SIGINT, self._on_signal, 130)
-
-    def _on_signal(self, exit_code: int) -> None:
-        if self.asked.is_set():
-            self.hurry.set()
-        else:
-            self.exit_code = exit_code
-            self.asked.set()
-            log.info("stopping; open requests may finish, a second signal ends them")
 
 
 class DaemonServer(uvicorn.Server):

@@ -23,15 +23,22 @@ class Notifier:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         usec = environment.get("WATCHDOG_USEC", "")
         self._watchdog_s = int(usec) / USEC if usec.isdigit() and int(usec) > 0 else None
+        self._status = ""
 
     def ready(self, status: str) -> None:
+        self._status = status
         self._send("READY=1", f"STATUS={status}")
 
     def status(self, text: str) -> None:
+        self._status = text
         self._send(f"STATUS={text}")
 
     def reloading(self) -> None:
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def reloaded(self, trouble: str = "") -> None:
+        """The status of before, and what went wrong meanwhile."""
+        self._send("READY=1", f"STATUS={self._status}{'; ' if trouble else ''}{trouble}")
 
     def stopping(self, status: str, within_s: float) -> None:
         """`within_s`: how long it may take before systemd loses patience."""

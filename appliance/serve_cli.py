@@ -9,7 +9,8 @@ from contextlib import closing
 import typer
 
 from inferd.appliance.downloads.show import display_on_stderr
-from inferd.appliance.log import set_up_logging
+from inferd.appliance.live import LiveSettings
+from inferd.appliance.log import set_level, set_up_logging
 from inferd.appliance.main import Reports, Started, run_daemon
 from inferd.appliance.settings import Settings
 
@@ -17,19 +18,20 @@ DEFAULT_PORT = Settings.model_fields["port"].default
 QUESTION = "What is the capital of France?"
 
 
-def serve_here(settings: Settings) -> int:
+def serve_here(live: LiveSettings) -> int:
     """Serves until a signal; returns the exit code."""
     with closing(display_on_stderr()) as display:
-        set_up_logging(settings.log_level, display.write)
+        set_up_logging(live.current.log_level, display.write)
+        live.on_change(lambda: set_level(live.current.log_level))
 
         def starting(model: str) -> None:
             display.stage(f"starting the engine of {model}")
 
         def ready(started: Started) -> None:
             display.close()
-            typer.echo(greeting(started, settings.port))
+            typer.echo(greeting(started, live.current.port))
 
-        return run_daemon(settings, Reports(pull=display, starting=starting, ready=ready))
+        return run_daemon(live, Reports(pull=display, starting=starting, ready=ready))
 
 
 def greeting(started: Started, port: int) -> str:

@@ -17,12 +17,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from inferd.appliance.keepalive import parse_keep_alive
+from inferd.appliance.origins import DEFAULT, OPTION, origins_of
 from inferd.engine.config import EngineArgs, SpeculativeArgs
 
 ENV_PREFIX = "INFERD_"
@@ -139,6 +140,18 @@ class Settings(BaseSettings):
     max_connections: Count = 1024
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineSettings = Field(default_factory=EngineSettings)
+    _origins: Mapping[str, str] | None = PrivateAttr(default=None)  # None: no file and no variable was asked
+
+    def origin_of(self, key: str) -> str:
+        """"default", "option", "environment (VARIABLE)" or a file's path; `key` as in "engine.dtype"."""
+        if self._origins is not None:
+            return self._origins.get(key, DEFAULT)
+        return OPTION if key.partition(".")[0] in self.model_fields_set else DEFAULT
+
+    def with_origins(self, origins: Mapping[str, str]) -> Settings:
+        settings = self.model_copy()
+        settings._origins = origins
+        return settings
 
     @property
     def admin_socket(self) -> Path:
@@ -196,7 +209,9 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     _refuse_unknown(given, Settings, "options")
     try:
-        return _layered(list(values.values()))(**given)
+        settings = _layered(list(values.values()))(**given)
+        keys = ((key, variable_of(key)) for key, _ in every_setting())
+        return settings.with_origins(origins_of(keys, values, os.environ, given))
     except ValidationError as error:
         raise SettingsError(_sentence(error)) from None
     except UnreadableValue as error:  # of lists and tables, which variables give as JSON
@@ -207,7 +222,7 @@ def every_setting(model: type[BaseModel] = Settings, prefix: str = "") -> Iterat
     """Keys as `--set` takes them ("engine.dtype"), in the order of their tables; tables themselves among them."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
-        if (table := _table_of(field)) is not None:
+        if (table := table_of(field)) is not None:
             yield from every_setting(table, f"{prefix}{name}.")
 
 
@@ -256,11 +271,11 @@ def _refuse_unknown(table: Mapping[str, Any], model: type[BaseModel], where: str
         field = model.model_fields.get(name)
         if field is None:
             raise SettingsError(f"{where}: unknown key {name!r}{_nearest(name, list(model.model_fields))}")
-        if isinstance(value, dict) and (inner := _table_of(field)) is not None:
+        if isinstance(value, dict) and (inner := table_of(field)) is not None:
             _refuse_unknown(value, inner, f"{where}: [{name}]")
 
 
-def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+def table_of(field: FieldInfo) -> type[BaseModel] | None:
     """The model of a setting that is a table, or may be one."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -34,7 +34,7 @@ SECURITY_HEADERS = {
         "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # without one, a form of ours would come from nowhere
     "cache-control": "no-store",
 }
 LIVE: dict[str, Callable[..., object]] = {

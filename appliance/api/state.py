@@ -23,6 +23,7 @@ from inferd.appliance.boards.ticker import BoardTicker
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.events.hub import EventHub
 from inferd.appliance.library.options import OptionsStore
+from inferd.appliance.live import LiveSettings
 from inferd.appliance.memory.planner import MemoryPlanner
 from inferd.appliance.requests.engine_feed import EngineFeeds
 from inferd.appliance.requests.live import Caller, LiveRequest
@@ -38,7 +39,7 @@ SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session_id", "x-
 
 @dataclass(frozen=True)
 class AppState:
-    settings: Settings
+    live: LiveSettings
     version: str
     catalog: Catalog
     options: OptionsStore
@@ -56,6 +57,11 @@ class AppState:
     usage: UsageStore
     metrics: Metrics
     audit: AuditLog
+
+    @property
+    def settings(self) -> Settings:
+        """As they are now: ask again each time."""
+        return self.live.current
 
     @asynccontextmanager
     async def serve(self, request: Request, model: str, api: str) -> AsyncIterator[tuple[ServedModel, LiveRequest]]:

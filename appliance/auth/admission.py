@@ -32,20 +32,20 @@ class Spent:
 
 
 class Admission:
-    """`num_open` is how many requests of a model there are, waiting ones among them."""
+    """`num_open` is how many requests of a model there are, waiting ones among them, `max_open` how many there may be."""
 
-    def __init__(self, usage: UsageStore, num_open: Callable[[str], int], max_open_requests: int) -> None:
+    def __init__(self, usage: UsageStore, num_open: Callable[[str], int], max_open: Callable[[], int]) -> None:
         self._usage = usage
         self._num_open = num_open
-        self._max_open = max_open_requests
+        self._max_open = max_open
         self._limiter = Limiter()
         self._pace = Pace()
 
     @contextmanager
     def admitted(self, who: Principal, model: str) -> Iterator[Spent]:
         """Raises `TooMany`."""
-        if (num_open := self._num_open(model)) >= self._max_open:
-            text = f"{model} has {num_open} requests already, and no more than {self._max_open} may wait"
+        if (num_open := self._num_open(model)) >= (max_open := self._max_open()):
+            text = f"{model} has {num_open} requests already, and no more than {max_open} may wait"
             raise TooMany(text, self._pace.expected_wait_s(model, num_open))
         try:
             self._limiter.begin(

@@ -11,6 +11,7 @@ import msgspec
 from inferd.appliance.keepalive import parse_keep_alive
 from inferd.appliance.library.facts import FactsStore, ModelFacts, after_load
 from inferd.appliance.library.options import OptionsStore
+from inferd.appliance.live import LiveSettings
 from inferd.appliance.memory.devices import Devices
 from inferd.appliance.memory.fit import MIB, PROCESS_BYTES, Estimate, estimate
 from inferd.appliance.memory.ledger import Reading, ledger, room
@@ -57,7 +58,7 @@ class MemoryPlanner:
 
     def __init__(
         self,
-        settings: Settings,
+        live: LiveSettings,
         catalog: Catalog,
         facts: FactsStore,
         options: OptionsStore,
@@ -65,12 +66,18 @@ class MemoryPlanner:
         residents: Callable[[], Iterable[Resident]] = tuple,
     ) -> None:
         self.residents = residents
-        self._settings = settings
+        self._live = live
         self._catalog = catalog
         self._facts = facts
         self._options = options
         self._devices = devices
         self._needs: dict[str, MemoryNeeds] = {}
+
+        live.on_change(self._needs.clear)
+
+    @property
+    def _settings(self) -> Settings:
+        return self._live.current
 
     @property
     def uses_gpus(self) -> bool:

@@ -26,6 +26,7 @@ from inferd.engine.messages import FeedUpdate
 SUMMED = (
     "cached_tokens",
     "computed_tokens",
+    "output_tokens",
     "kv_blocks",
     "kv_blocks_peak",
     "preemptions",

@@ -192,7 +192,7 @@ class LiveRequest:
             "user_agent": caller.user_agent,
             "session": caller.session,
             "prompt_tokens": self._prompt_tokens,
-            "output_tokens": output_tokens,
+            "output_tokens": max(output_tokens, self.engine_fields.get("output_tokens", 0)),
             "arrived_at": self.arrived_at,
             "admitted_at": self.admitted_at,
             "first_token_at": self.first_token_at,

@@ -24,11 +24,11 @@ from inferd.appliance.supervisor.world import (
     Act,
     Hold,
     Holding,
+    Limits,
     Load,
     ModelView,
     Refuse,
     Release,
-    Rules,
     Sleep,
     Unload,
     World,
@@ -77,8 +77,7 @@ class Supervisor(Generic[EngineT]):
         start: StartEngine[EngineT],
         planner: Planner,
         *,
-        rules: Rules | None = None,
-        load_timeout_s: float = 300.0,
+        limits: Callable[[], Limits] = Limits,
         hung_after_s: float = 300.0,
         crashes: Backoff = CRASHES,
         failed_loads: Backoff = FAILED_LOADS,
@@ -88,8 +87,7 @@ class Supervisor(Generic[EngineT]):
         self.waits_for: Mapping[str, tuple[str, ...]] = {}
         self._start = start
         self._planner = planner
-        self._rules = rules or Rules()
-        self._load_timeout_s = load_timeout_s
+        self._limits = limits
         self._hung_after_s = hung_after_s
         self._backoffs = (crashes, failed_loads)
         self._listeners: list[Callable[[str], None]] = []
@@ -205,7 +203,7 @@ class Supervisor(Generic[EngineT]):
         try:
             with slot.door.waiting(ticket):
                 self._changed(slot.model)
-                async with asyncio.timeout(self._load_timeout_s):
+                async with asyncio.timeout(self._limits().load_timeout_s):
                     while not slot.is_open:
                         self._refuse_when_draining()
                         _refuse_if_hopeless(slot, num_failures)
@@ -227,7 +225,7 @@ class Supervisor(Generic[EngineT]):
             await slot.changed()
 
     def _why_not_yet(self, slot: EngineSlot[EngineT]) -> str:
-        waited = f"after {self._load_timeout_s:.0f} s"
+        waited = f"after {self._limits().load_timeout_s:.0f} s"
         if blockers := self.waits_for.get(slot.model):
             return f"{slot.model} still waits {waited} for room that {', '.join(blockers)} has"
         return f"{slot.model} is still {slot.state.value} {waited}"
@@ -265,7 +263,7 @@ class Supervisor(Generic[EngineT]):
     def world(self) -> World:
         """As the policy sees it now."""
         views = tuple(self._view(slot) for slot in self._slots.values())
-        return World(time.monotonic(), self._planner.capacity(), views, self._rules)
+        return World(time.monotonic(), self._planner.capacity(), views, self._limits().rules)
 
     def _view(self, slot: EngineSlot[EngineT]) -> ModelView:
         needs, door = self._planner.needs(slot.model), slot.door

@@ -27,6 +27,14 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What an appliance's owner may change while models are served."""
+
+    rules: Rules = Rules()
+    load_timeout_s: float = 300.0  # the longest that a request waits for its model
+
+
+@dataclass(frozen=True)
 class ModelView:
     """One model as it stands. Times are of one monotonic clock."""
 

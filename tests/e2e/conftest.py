@@ -24,6 +24,7 @@ from inferd.appliance.compose import build_state
 from inferd.appliance.downloads.factory import build_pull_service
 from inferd.appliance.library.library import Library
 from inferd.appliance.listener import listen
+from inferd.appliance.live import LiveSettings
 from inferd.appliance.main import address_of, make_server
 from inferd.appliance.settings import Settings
 from inferd.engine.frontend.async_llm import AsyncLLM
@@ -93,7 +94,7 @@ async def daemon_over_folder(model_folder: Path, folder: Path, run_dir: Path) ->
 async def serving(settings: Settings) -> AsyncIterator[Daemon]:
     run_dir = settings.run_dir
     with Library.open(settings.home) as library, listen("127.0.0.1", 0) as listener:
-        state = build_state(settings, library, build_pull_service(library, {}), run_dir)
+        state = build_state(LiveSettings(settings), library, build_pull_service(library, {}), run_dir)
         server = make_server(state)
         state.ticker.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
