@@ -14,6 +14,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 
 CHROMIUM = shutil.which("chromium")
 PAGES = ("overview", "models", "requests", "scheduler", "playground", "downloads", "keys", "incidents", "settings")
+SHOTS = os.environ.get("INFERD_TEST_SHOTS")  # a folder where the pictures are kept
 SLOW = {"delay_s": 0.02, "replies": {}}
 XSS = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
@@ -63,7 +64,7 @@ def ask(daemon: Any, content: str = "x", **fields: Any) -> asyncio.Task[Any]:
 async def test_every_page_loads_without_a_complaint(start_daemon: Any, browser: Browser, tmp_path: Path) -> None:
     daemon = await start_daemon(scripted=SLOW)
     asking = ask(daemon, max_tokens=500, ignore_eos=True)
-    shots = Path(os.environ.get("INFERD_TEST_SHOTS", tmp_path))
+    shots = Path(SHOTS or tmp_path)
     for theme in ("light", "dark"):
         for width, height in ((1280, 800), (390, 844)):
             visitor = await visit(browser, daemon, viewport={"width": width, "height": height}, color_scheme=theme)
