@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from inferd.appliance.api import admin_models, health, metrics
 from inferd.appliance.api.admin import events as admin_events
-from inferd.appliance.api.admin import keys as admin_keys
 from inferd.appliance.api.admin import models as admin_model_acts
+from inferd.appliance.api.admin import people as admin_people
 from inferd.appliance.api.admin import requests as admin_requests
 from inferd.appliance.api.admin_pull import make_pull_router
 from inferd.appliance.api.authenticate import Authenticate
@@ -55,7 +55,7 @@ def create_app(state: AppState) -> FastAPI:
     generating, pooling = (chat.router, completions.router), (embeddings.router, scoring.router)
     for router in (health.router, metrics.router, models.router, *generating, *pooling, admin_models.router):
         app.include_router(router)
-    for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_keys.router):
+    for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_people.router):
         app.include_router(admin)
     app.include_router(make_pull_router(state.pulls))
     app.router.routes.extend(make_routes(ConsoleBackend(state, app, state.live.described)))

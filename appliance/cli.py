@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from inferd.appliance import library_cli
+from inferd.appliance import admin_cli, library_cli
 from inferd.appliance.chat_cli import ChatOptions, chat_once, chat_with_person
 from inferd.appliance.cli_options import HostOption, JsonOption, PortOption
 from inferd.appliance.client import Client
@@ -25,7 +25,7 @@ app = typer.Typer(
     name="inferd",
     help="An inference appliance: a model library, an engine and the OpenAI API, on this machine.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 
@@ -160,3 +160,4 @@ def _assignments(texts: list[str] | None) -> dict[str, Any]:
 
 
 library_cli.register(app)
+admin_cli.register(app)

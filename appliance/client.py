@@ -76,6 +76,10 @@ class Client:
                     raise _refused(response)
             yield Answer(response, self._errors)
 
+    def admin(self, method: str, path: str, **options: Any) -> Any:
+        """Asks the admin API; `path` is what follows its prefix."""
+        return self._ask(method, f"/admin/v1{quote(path)}", **options)
+
     def remove_model(self, name: str, home: str) -> dict[str, Any]:
         """What was removed. `home` is the library that is meant: a daemon of another one refuses."""
         return self._ask("DELETE", f"{MODELS_PATH}/{quote(name)}", params={"home": home})  # type: ignore[no-any-return]

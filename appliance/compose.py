@@ -25,6 +25,7 @@ from inferd.appliance.library.facts import FactsStore
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.options import OptionsStore
 from inferd.appliance.live import LiveSettings
+from inferd.appliance.log_ring import lines_of
 from inferd.appliance.memory.devices import HostOnly
 from inferd.appliance.memory.planner import MemoryPlanner, Resident
 from inferd.appliance.requests.engine_feed import EngineFeeds
@@ -89,6 +90,7 @@ def build_state(live: LiveSettings, library: Library, pulls: PullService, run_di
         feeds=feeds,
         keys=KeyStore(library.database),
         sessions=Sessions(),
+        incidents=incidents,
         admission=Admission(usage, supervisor.num_open_of, lambda: live.current.max_open_requests),
         usage=usage,
         metrics=metrics,
@@ -112,7 +114,9 @@ class EngineLauncher:
         kv_cache_bytes = self._planner.kv_cache_bytes(model)
         args = settings.engine.to_args(self._catalog.folder(record), kv_cache_bytes=kv_cache_bytes)
         recommended = recommended_sampling([file.sha256 for file in record.files])
-        served = await ServedModel.start(args, self._run_dir, settings.load_timeout_s, recommended)
+        served = await ServedModel.start(
+            args, self._run_dir, settings.load_timeout_s, recommended, on_line=lines_of(record.id)
+        )
         if (observer := self.observe(model)) is not None:
             served.llm.observe(observer)
         self._planner.loaded(model, served.memory, time.monotonic() - began)

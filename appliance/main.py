@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Generator
@@ -16,6 +15,7 @@ import uvloop
 from inferd.appliance.api.protocol import limited
 from inferd.appliance.api.state import AppState
 from inferd.appliance.app import create_app
+from inferd.appliance.auth.first_key import ensure_admin_key
 from inferd.appliance.boot import find_model, wait_ready
 from inferd.appliance.compose import build_state
 from inferd.appliance.downloads.factory import build_pull_service
@@ -24,6 +24,7 @@ from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import in_service
 from inferd.appliance.listener import listen, listen_unix
 from inferd.appliance.live import LiveSettings
+from inferd.appliance.log_ring import log_lines_to
 from inferd.appliance.reload import reload_settings
 from inferd.appliance.rundir import daemon_folder
 from inferd.appliance.sdnotify import Notifier
@@ -33,7 +34,6 @@ from inferd.appliance.signals import Signals
 KEEP_ALIVE_S = 60
 GOING_DOWN_S = 15  # what ending engines and connections may take after the drain
 CLOSE_S = 3  # what answers that are already complete get to reach their clients
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Started:
     address: str
     model: str
     load_s: float
+    admin_key: str | None = None  # made by this start; nobody can read it again
 
 
 @dataclass(frozen=True)
@@ -71,35 +72,49 @@ def run_daemon(live: LiveSettings, reports: Reports | None = None) -> int:
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         admin = stack.enter_context(closing(listen_unix(settings.admin_socket)))
         stack.callback(settings.admin_socket.unlink, missing_ok=True)
-        return runner.run(_serve(state, listener, admin, reports or Reports(), Notifier(os.environ)))
+        first_key = ensure_admin_key(state.keys, settings.home)
+        boot = Boot(state, address_of(listener), reports or Reports(), Notifier(os.environ), first_key)
+        return runner.run(_serve(boot, [listener, admin]))
 
 
-async def _serve(
-    state: AppState, listener: socket.socket, admin: socket.socket, reports: Reports, notifier: Notifier
-) -> int:
+@dataclass(frozen=True)
+class Boot:
+    """What a daemon goes up with."""
+
+    state: AppState
+    address: str
+    reports: Reports
+    notifier: Notifier
+    first_key: str | None
+
+
+async def _serve(boot: Boot, listeners: list[socket.socket]) -> int:
+    state, notifier = boot.state, boot.notifier
     signals = Signals(lambda: reload_settings(state.live, notifier))
     server = make_server(state)
-    state.ticker.start()
-    serving = asyncio.create_task(server.serve(sockets=[listener, admin]))
-    watchdog = asyncio.create_task(notifier.watchdog())
-    try:
-        notifier.ready(f"listening on {address_of(listener)}")
-        await _until_asked_to_stop(signals, serving, _boot(state, address_of(listener), reports, notifier))
-    finally:
-        notifier.stopping("open requests may finish", state.settings.drain_s + GOING_DOWN_S)
-        await _go_down(state, server, serving, signals)
-        watchdog.cancel()
+    with log_lines_to(state.hub):
+        state.ticker.start()
+        serving = asyncio.create_task(server.serve(sockets=listeners))
+        watchdog = asyncio.create_task(notifier.watchdog())
+        try:
+            notifier.ready(f"listening on {boot.address}")
+            await _until_asked_to_stop(signals, serving, _boot(boot))
+        finally:
+            notifier.stopping("open requests may finish", state.settings.drain_s + GOING_DOWN_S)
+            await _go_down(state, server, serving, signals)
+            watchdog.cancel()
     return signals.exit_code
 
 
-async def _boot(state: AppState, address: str, reports: Reports, notifier: Notifier) -> None:
-    settings = state.settings
+async def _boot(boot: Boot) -> None:
+    state, reports, notifier = boot.state, boot.reports, boot.notifier
+    settings, address = state.settings, boot.address
     record = await find_model(settings.model, settings.default_source, state.catalog, state.pulls, reports.pull)
     reports.starting(record.id)
     notifier.status(f"loading {record.id}")
     served = await wait_ready(state.supervisor, record.id)
     notifier.status(f"serving {record.id} at {address}")
-    reports.ready(Started(address, record.id, served.llm.ready.load_s))
+    reports.ready(Started(address, record.id, served.llm.ready.load_s, boot.first_key))
 
 
 async def _until_asked_to_stop(signals: Signals, serving: asyncio.Task[None], boot: Awaitable[None]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import typer
 
+from inferd.appliance.auth.first_key import FILE_NAME
 from inferd.appliance.downloads.show import display_on_stderr
 from inferd.appliance.live import LiveSettings
 from inferd.appliance.log import set_level, set_up_logging
@@ -30,6 +32,8 @@ def serve_here(live: LiveSettings) -> int:
         def ready(started: Started) -> None:
             display.close()
             typer.echo(greeting(started, live.current.port))
+            if started.admin_key is not None:
+                typer.echo(first_key_note(started.admin_key, live.current.home / FILE_NAME))
 
         return run_daemon(live, Reports(pull=display, starting=starting, ready=ready))
 
@@ -49,8 +53,13 @@ def greeting(started: Started, port: int) -> str:
             f"  curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'",
             f'  python -c "{python}"  # pip install openai',
             f'  {_command()} run {where}{started.model} "{QUESTION}"\n',
+            f"See what it does: `{_command()} top` here, {started.address}/console in a browser.\n",
         )
     )
+
+
+def first_key_note(key: str, file: Path) -> str:
+    return f"Administering it from a browser or another machine needs this key, shown this once: {key}\n(it also stands in {file})\n"
 
 
 def _command() -> str:

@@ -143,7 +143,7 @@ class Settings(BaseSettings):
     _origins: Mapping[str, str] | None = PrivateAttr(default=None)  # None: no file and no variable was asked
 
     def origin_of(self, key: str) -> str:
-        """"default", "option", "environment (VARIABLE)" or a file's path; `key` as in "engine.dtype"."""
+        """ "default", "option", "environment (VARIABLE)" or a file's path; `key` as in "engine.dtype"."""
         if self._origins is not None:
             return self._origins.get(key, DEFAULT)
         return OPTION if key.partition(".")[0] in self.model_fields_set else DEFAULT

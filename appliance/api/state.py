@@ -18,6 +18,7 @@ from inferd.appliance.auth.keys import KeyStore
 from inferd.appliance.auth.principal import LOCAL, Principal
 from inferd.appliance.auth.sessions import Sessions
 from inferd.appliance.auth.usage import UsageStore
+from inferd.appliance.boards.incidents import IncidentLog
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
 from inferd.appliance.downloads.manager import PullService
@@ -57,6 +58,7 @@ class AppState:
     usage: UsageStore
     metrics: Metrics
     audit: AuditLog
+    incidents: IncidentLog
 
     @property
     def settings(self) -> Settings:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
+from inferd.appliance.library.backup import back_up
 from inferd.appliance.library.errors import DiskFull, LibraryUnreadable
-from inferd.appliance.library.migrations import migrate
+from inferd.appliance.library.migrations import applied, migrate, pending
 
 BUSY_TIMEOUT_MS = 5000
 
@@ -28,7 +29,7 @@ class LibraryDatabase:
         try:
             connection = sqlite3.connect(path, check_same_thread=False)
             try:
-                self._db = _prepare(connection)
+                self._db = _prepare(connection, path)
             except BaseException:
                 connection.close()
                 raise
@@ -63,11 +64,13 @@ class LibraryDatabase:
             self._db.close()
 
 
-def _prepare(connection: sqlite3.Connection) -> Database:
+def _prepare(connection: sqlite3.Connection, path: Path) -> Database:
     connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     db = Database(connection)
+    if applied(db) and (waiting := pending(db)):
+        back_up(connection, path, waiting[0])
     migrate(db)
     return db

@@ -24,12 +24,17 @@ def migrate(db: Database, steps: Sequence[Migration] = MIGRATIONS) -> None:
 
     Raises `SchemaTooNew`, and whatever a step raises; the steps before that one stay.
     """
-    known = [step.__name__ for step in steps]
-    newer = [name for name in applied(db) if name not in known]
+    while pending(db, steps):
+        _apply_next(db, steps)
+
+
+def pending(db: Database, steps: Sequence[Migration] = MIGRATIONS) -> list[str]:
+    """The steps that are still to be made, in order. Raises `SchemaTooNew`."""
+    done, known = applied(db), [step.__name__ for step in steps]
+    newer = [name for name in done if name not in known]
     if newer:
         raise SchemaTooNew(f"the library was changed by a newer inferd (step {newer[0]}); use that one or a newer one")
-    while any(name not in applied(db) for name in known):
-        _apply_next(db, steps)
+    return [name for name in known if name not in done]
 
 
 def applied(db: Database) -> list[str]:

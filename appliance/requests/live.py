@@ -15,6 +15,8 @@ from inferd.appliance.schemas import ENDED, Lane, RequestRecord, RequestState
 from inferd.engine.frontend.inputs import PreparedRequest
 from inferd.engine.frontend.outputs import RequestOutput
 
+UNSEEN_S = 0.01
+
 
 class RequestActs(Protocol):
     """What an engine can do with one of its own requests; False: it has none of that id."""
@@ -213,5 +215,8 @@ class LiveRequest:
     def _tokens_per_s(self, output_tokens: int) -> float:
         if self.first_token_at is None or output_tokens < 2:
             return 0.0
-        seconds = (self.finished_at or time.time()) - self.first_token_at
+        since, end = self.first_token_at, self.finished_at or time.time()
+        if end - since < UNSEEN_S:  # it came in one piece: when its first token was there, nobody saw
+            since = self.admitted_at or self.arrived_at
+        seconds = end - since
         return (output_tokens - 1) / seconds if seconds > 0 else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,19 @@ class ServedModel:
 
     @classmethod
     async def start(
-        cls, args: EngineArgs, run_dir: Path, start_timeout_s: float, recommended: Mapping[str, float] | None = None
+        cls,
+        args: EngineArgs,
+        run_dir: Path,
+        start_timeout_s: float,
+        recommended: Mapping[str, float] | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> ServedModel:
-        """`recommended` are sampling defaults that stand behind those of the model's own files.
+        """`recommended` are sampling defaults that stand behind those of the model's own files. `on_line` gets what the
+        engine prints, on another thread.
 
         Raises what kept the engine from starting. Cancelling it ends the engine.
         """
-        llm = await AsyncLLM.start(args, run_dir, start_timeout_s=start_timeout_s)
+        llm = await AsyncLLM.start(args, run_dir, start_timeout_s=start_timeout_s, on_line=on_line)
         try:
             served = cls(llm, {**(recommended or {}), **read_sampling_defaults(Path(args.model))})
             await asyncio.to_thread(served._chat.start)

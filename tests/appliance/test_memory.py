@@ -19,6 +19,7 @@ from inferd.appliance.library.facts import FactsStore
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.options import ModelOptions, OptionsStore
 from inferd.appliance.library.records import ModelRecord
+from inferd.appliance.live import LiveSettings
 from inferd.appliance.memory.fit import PROCESS_BYTES, Estimate, estimate, num_parameters
 from inferd.appliance.memory.ledger import Reading, ledger, room
 from inferd.appliance.memory.planner import MemoryPlanner, Resident
@@ -152,8 +153,8 @@ def add_model(library: Library, name: str = "m", **changes: Any) -> None:
 
 def make_planner(library: Library, total: int = 8 * GIB, **settings: Any) -> MemoryPlanner:
     facts, options = FactsStore(library.database), OptionsStore(library.database)
-    home = Settings(home=library.home, **settings)
-    return MemoryPlanner(home, Catalog(library), facts, options, FixedDevices(total))
+    live = LiveSettings(Settings(home=library.home, **settings))
+    return MemoryPlanner(live, Catalog(library), facts, options, FixedDevices(total))
 
 
 def records_of(guess: Estimate, factor: float) -> tuple[MemoryRecord, ...]:

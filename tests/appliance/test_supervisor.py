@@ -13,7 +13,7 @@ from inferd.appliance.supervisor.backoff import Backoff
 from inferd.appliance.supervisor.errors import ModelUnavailable
 from inferd.appliance.supervisor.states import IllegalTransition, ModelState, check_transition
 from inferd.appliance.supervisor.supervisor import FixedNeeds, Supervisor
-from inferd.appliance.supervisor.world import SLOTS, Holding, Rules
+from inferd.appliance.supervisor.world import SLOTS, Holding, Limits, Rules
 from inferd.engine.errors import LoadError
 
 QUICK = Backoff(first_s=0.01, longest_s=0.02)
@@ -93,7 +93,8 @@ async def make_supervisor() -> AsyncIterator[MakeSupervisor]:
     made: list[Supervisor[FakeEngine]] = []
 
     def make(start: Launcher, planner: FixedNeeds | None = None, **options: object) -> Supervisor[FakeEngine]:
-        values = {"crashes": QUICK, "failed_loads": QUICK, **options}
+        limits = Limits(**{name: options.pop(name) for name in ("rules", "load_timeout_s") if name in options})  # type: ignore[arg-type]
+        values = {"crashes": QUICK, "failed_loads": QUICK, "limits": lambda: limits, **options}
         made.append(Supervisor(start, planner or FixedNeeds(), **values))  # type: ignore[arg-type]
         return made[-1]
 

@@ -86,6 +86,13 @@ async def usage(request: Request, days: int = 30) -> Response:
     return _json(state_of(request).usage.since(today() - days + 1))
 
 
+@router.get("/admin/v1/incidents")
+async def incidents(request: Request, limit: int = 50) -> Response:
+    if not 1 <= limit <= 1000:
+        raise bad_request(f"limit is between 1 and 1000, not {limit}.", param="limit")
+    return _json(state_of(request).incidents.latest(limit))
+
+
 @router.get("/admin/v1/audit")
 async def audit(request: Request, limit: int = 200) -> Response:
     if not 1 <= limit <= 10_000:
