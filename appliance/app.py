@@ -57,7 +57,7 @@ def create_app(state: AppState) -> FastAPI:
         app.include_router(router)
     for admin in (admin_events.router, admin_requests.router, admin_model_acts.router, admin_people.router):
         app.include_router(admin)
-    app.include_router(make_pull_router(state.pulls))
+    app.include_router(make_pull_router(state.downloads, state.settings.home))
     app.router.routes.extend(make_routes(ConsoleBackend(state, app, state.live.described)))
     return app
 

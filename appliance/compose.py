@@ -18,6 +18,7 @@ from inferd.appliance.boards.incidents import IncidentLog, incident_of
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
 from inferd.appliance.boot import folder_records
+from inferd.appliance.downloads.jobs import DownloadJobs
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.downloads.pins import recommended_sampling
 from inferd.appliance.events.hub import EventHub
@@ -81,6 +82,7 @@ def build_state(live: LiveSettings, library: Library, pulls: PullService, run_di
         catalog=catalog,
         options=options,
         pulls=pulls,
+        downloads=DownloadJobs(pulls, library.database, hub, lambda model: ticker.changed()),
         supervisor=supervisor,
         planner=planner,
         models=models,

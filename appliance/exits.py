@@ -27,7 +27,9 @@ BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 def exit_code_of(error: BaseException) -> int:
-    """1 failure · 3 not running · 4 not found · 5 refused · 7 disk · 75 try again · 78 bad config · 130 Ctrl-C."""
+    """1 failure · 3 not running · 4 not found · 5 refused · 6 other credentials · 7 disk · 75 try again ·
+    78 bad config · 130 Ctrl-C.
+    """
     match error:
         case LibraryError():
             return error.exit_code
@@ -40,7 +42,7 @@ def exit_code_of(error: BaseException) -> int:
         case UnknownModel():
             return 4
         case Refused():
-            return {403: 5, 404: 4, 408: 75, 409: 5, 429: 75, 503: 75}.get(error.status, 1)
+            return {401: 6, 403: 5, 404: 4, 408: 75, 409: 5, 429: 75, 503: 75}.get(error.status, 1)
         case KeyboardInterrupt():
             return 130
     return 1

@@ -70,8 +70,9 @@ def run_daemon(live: LiveSettings, reports: Reports | None = None) -> int:
         pulls = stack.enter_context(closing(build_pull_service(library, os.environ)))
         state = build_state(live, library, pulls, run_dir)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        admin = stack.enter_context(closing(listen_unix(settings.admin_socket)))
-        stack.callback(settings.admin_socket.unlink, missing_ok=True)
+        bound = settings.model_copy(update={"port": listener.getsockname()[1]})  # 0 was any free port
+        admin = stack.enter_context(closing(listen_unix(bound.admin_socket)))
+        stack.callback(bound.admin_socket.unlink, missing_ok=True)
         first_key = ensure_admin_key(state.keys, settings.home)
         boot = Boot(state, address_of(listener), reports or Reports(), Notifier(os.environ), first_key)
         return runner.run(_serve(boot, [listener, admin]))
@@ -94,6 +95,7 @@ async def _serve(boot: Boot, listeners: list[socket.socket]) -> int:
     server = make_server(state)
     with log_lines_to(state.hub):
         state.ticker.start()
+        state.downloads.resume()
         serving = asyncio.create_task(server.serve(sockets=listeners))
         watchdog = asyncio.create_task(notifier.watchdog())
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ def _make_private(run_dir: Path) -> None:
 
 
 def _sweep(run_dir: Path) -> None:
+    for path in run_dir.glob("*.sock"):
+        if not _is_heard(path):
+            path.unlink(missing_ok=True)
     for folder in run_dir.glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -60,3 +64,15 @@ def _sweep(run_dir: Path) -> None:
             pass  # its daemon lives
         finally:
             os.close(lock)
+
+
+def _is_heard(path: Path) -> bool:
+    """Whether somebody listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # somebody else's, or one that is too busy
+            return True
+    return True

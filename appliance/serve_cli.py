@@ -59,7 +59,10 @@ def greeting(started: Started, port: int) -> str:
 
 
 def first_key_note(key: str, file: Path) -> str:
-    return f"Administering it from a browser or another machine needs this key, shown this once: {key}\n(it also stands in {file})\n"
+    return (
+        f"Administering it from a browser or another machine needs this key, shown this once: {key}\n"
+        f"(it also stands in {file})\n"
+    )
 
 
 def _command() -> str:

@@ -182,7 +182,10 @@ class Settings(BaseSettings):
     @field_validator("home", "run_dir")
     @classmethod
     def _absolute(cls, path: Path) -> Path:
-        return path.expanduser().absolute()
+        try:
+            return path.expanduser().absolute()
+        except RuntimeError as error:  # "~name" of nobody here
+            raise ValueError(f"{path}: {error}") from None
 
 
 def http_address(host: str, port: int) -> str:
@@ -218,6 +221,16 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
         raise SettingsError(f"environment: {error}; write lists and tables as JSON") from None
 
 
+def check_file(path: Path) -> Settings:
+    """What that file alone says, whatever the environment would put over it. Raises `SettingsError`."""
+    table = _read_toml(path)
+    _refuse_unknown(table, Settings, str(path))
+    try:
+        return _layered([table], with_environment=False)()
+    except ValidationError as error:
+        raise SettingsError(f"{path}: {_sentence(error)}") from None
+
+
 def every_setting(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Keys as `--set` takes them ("engine.dtype"), in the order of their tables; tables themselves among them."""
     for name, field in model.model_fields.items():
@@ -235,12 +248,17 @@ def config_files() -> list[Path]:
     """The files to read, weakest first."""
     if named := os.environ.get(CONFIG_VARIABLE):
         return [Path(named)]
+    return [path for path in usual_files() if path.is_file()]
+
+
+def usual_files() -> list[Path]:
+    """Where files are looked for, weakest first."""
     user = os.environ.get("XDG_CONFIG_HOME")
     places = [Path("/etc"), Path(user) if user else Path.home() / ".config"]
-    return [path for place in places if (path := place / "inferd" / "inferd.toml").is_file()]
+    return [place / "inferd" / "inferd.toml" for place in places]
 
 
-def _layered(tables: list[dict[str, Any]]) -> type[Settings]:
+def _layered(tables: list[dict[str, Any]], with_environment: bool = True) -> type[Settings]:
     class Layered(Settings):
         @classmethod
         def settings_customise_sources(
@@ -252,7 +270,7 @@ def _layered(tables: list[dict[str, Any]]) -> type[Settings]:
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[Any, ...]:
             files = tuple(lambda table=table: table for table in reversed(tables))
-            return (init_settings, env_settings, *files)
+            return (init_settings, *((env_settings,) if with_environment else ()), *files)
 
     return Layered
 
@@ -262,7 +280,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise SettingsError(f"{path}: not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # also of bytes that are no text, and of numbers with thousands of digits
         raise SettingsError(f"{path}: not valid TOML: {error}") from None
 
 

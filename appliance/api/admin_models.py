@@ -43,5 +43,5 @@ async def _let_go(state: AppState, name: str) -> None:
     if slot is None:
         return
     if slot.state not in GONE or slot.door.num_waiting:
-        raise ModelInUse(f"{slot.model} is in use ({slot.state.value}); unload it or stop the daemon first")
+        raise ModelInUse(f"{slot.model} is in use ({slot.state.value}); `inferd unload {slot.model}` ends that")
     await state.supervisor.forget(slot.model)

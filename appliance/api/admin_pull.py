@@ -7,95 +7,81 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from inferd.appliance.api.body import read_json
-from inferd.appliance.api.errors import INTERNAL, bad_request
+from inferd.appliance.api.errors import ApiError, bad_request
 from inferd.appliance.api.homes import refuse_other_home
 from inferd.appliance.api.wording import in_plain_words
-from inferd.appliance.downloads.manager import PullService
-from inferd.appliance.downloads.progress import PullProgress
+from inferd.appliance.downloads.jobs import DownloadJobs, Job
 from inferd.appliance.downloads.remote import NDJSON
 from inferd.appliance.downloads.source import Source, parse_source
 from inferd.appliance.downloads.wire import PULL_PATH, PullEvent, PullFailure, PullRequest
-from inferd.appliance.library.errors import InvalidName, InvalidSource, LibraryError
+from inferd.appliance.library.errors import InvalidName, InvalidSource
 from inferd.appliance.library.names import check_name
 
 BODY_LIMIT_BYTES = 64 * 1024
 BODY_TIMEOUT_S = 10.0
 EVENT_GAP_S = 0.1  # at most ten progress lines a second
 STILL_HERE_S = 5.0
-log = logging.getLogger(__name__)
 
 
-def make_pull_router(service: PullService) -> APIRouter:
+def make_pull_router(jobs: DownloadJobs, home: Path) -> APIRouter:
     """Errors that are known before the pull starts are plain `ApiError`s; later ones are the stream's last line."""
     router = APIRouter()
-    running: set[asyncio.Task[None]] = set()  # the event loop alone would let go of a task nobody holds
 
     @router.post(PULL_PATH)
     async def pull(request: Request) -> Response:
+        """`?wait=false` answers with the job at once; else its progress, one JSON object a line."""
         wanted = _decode(await read_json(request, limit_bytes=BODY_LIMIT_BYTES, timeout_s=BODY_TIMEOUT_S))
-        refuse_other_home(wanted.home, str(service.library.home))
-        watch = _Watch(service, _source(wanted), wanted.name)
-        task = asyncio.create_task(watch.run())
-        running.add(task)
-        task.add_done_callback(running.discard)
-        return StreamingResponse(watch.lines(), media_type=NDJSON)
+        refuse_other_home(wanted.home, str(home))
+        job = jobs.begin(_source(wanted), wanted.name)
+        if request.query_params.get("wait") == "false":
+            return _json(job.record)
+        return StreamingResponse(_lines(job), media_type=NDJSON)
+
+    @router.get(PULL_PATH)
+    async def list_downloads(request: Request) -> Response:
+        return _json([job.record for job in jobs.jobs])
+
+    @router.post(PULL_PATH + "/{job_id}/cancel")
+    async def cancel(request: Request, job_id: str) -> Response:
+        """Answers when it has ended and its bytes are free again; one that has ended already is told as it did."""
+        job = jobs.find(job_id)
+        if job is None:
+            raise ApiError(404, f"There is no download {job_id[:40]!r}.", code="not_found", param="job_id")
+        await jobs.cancel(job)
+        return _json(job.record)
 
     return router
 
 
-class _Watch:
-    """One pull and the latest that is known of it. A reader that is slow, or gone, holds up nothing."""
+async def _lines(job: Job) -> AsyncIterator[bytes]:
+    """The latest that is known, at most ten times a second. A reader that is slow, or gone, holds up nothing."""
+    shown, silent_s, is_over = None, 0.0, False
+    while not is_over:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EVENT_GAP_S):
+                await job.done.wait()
+        is_over = job.done.is_set()
+        silent_s += EVENT_GAP_S
+        if job.progress is not None and job.progress is not shown:
+            shown, silent_s = job.progress, 0.0
+            yield msgspec.json.encode(PullEvent(progress=shown)) + b"\n"
+        elif silent_s >= STILL_HERE_S:
+            silent_s = 0.0
+            yield b"\n"
+    error = None if job.error is None else PullFailure.of(job.error)
+    yield msgspec.json.encode(PullEvent(model=job.model, error=error)) + b"\n"
 
-    def __init__(self, service: PullService, source: Source, name: str | None) -> None:
-        self._service = service
-        self._source = source
-        self._name = name
-        self._loop = asyncio.get_running_loop()
-        self._latest = PullEvent()
-        self._news = asyncio.Event()
-        self._ended = False
 
-    async def run(self) -> None:
-        try:
-            last = PullEvent(model=await self._service.pull_async(self._source, self._report, name=self._name))
-        except LibraryError as error:
-            last = PullEvent(error=PullFailure.of(error))
-        except Exception:
-            log.exception("the pull of %s failed", self._source)
-            last = PullEvent(error=PullFailure("internal_error", INTERNAL, 1, False))
-        self._show(last, ended=True)
-
-    async def lines(self) -> AsyncIterator[bytes]:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STILL_HERE_S):
-                    await self._news.wait()
-            ended, fresh = self._ended, self._news.is_set()
-            self._news.clear()
-            yield (msgspec.json.encode(self._latest) if fresh else b"") + b"\n"
-            if ended:
-                return
-            await asyncio.sleep(EVENT_GAP_S)
-
-    def _report(self, progress: PullProgress) -> None:
-        """Called in the pull's thread. A daemon that is going down has closed its loop before its threads end."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._show, PullEvent(progress=progress), False)
-
-    def _show(self, event: PullEvent, ended: bool) -> None:
-        if self._ended:
-            return
-        self._latest = event
-        self._ended = ended
-        self._news.set()
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def _decode(body: dict[str, object]) -> PullRequest:

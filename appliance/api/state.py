@@ -21,6 +21,7 @@ from inferd.appliance.auth.usage import UsageStore
 from inferd.appliance.boards.incidents import IncidentLog
 from inferd.appliance.boards.models import ModelBoard
 from inferd.appliance.boards.ticker import BoardTicker
+from inferd.appliance.downloads.jobs import DownloadJobs
 from inferd.appliance.downloads.manager import PullService
 from inferd.appliance.events.hub import EventHub
 from inferd.appliance.library.options import OptionsStore
@@ -45,6 +46,7 @@ class AppState:
     catalog: Catalog
     options: OptionsStore
     pulls: PullService
+    downloads: DownloadJobs
     supervisor: Supervisor[ServedModel]
     planner: MemoryPlanner
     models: ModelBoard

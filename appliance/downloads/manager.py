@@ -81,8 +81,9 @@ class PullService:
             offer = self._provider(parsed.scheme).offer(parsed, report)
             if name is not None:
                 offer = replace(offer, model_id=name, aliases=())
-            with self._only_pull_of(offer.model_id, report):
-                return self._bring(offer, name, report)
+            tell = _naming(offer.model_id, report)
+            with self._only_pull_of(offer.model_id, tell):
+                return self._bring(offer, name, tell)
 
     async def pull_async(
         self, source: Source | str, report: Report = ignore_progress, *, name: str | None = None
@@ -104,6 +105,17 @@ class PullService:
                     return Removed(model, parts_bytes)
                 removed = remove_model(self.library, model)
                 return msgspec.structs.replace(removed, freed_bytes=removed.freed_bytes + (parts_bytes or 0))
+
+    def drop_parts(self, name: str) -> int:
+        """Deletes what an unfinished pull has on disk; the bytes that this frees.
+
+        Raises `ModelInUse` while it is being pulled, and `LibraryBusy`.
+        """
+        with self._lock.held(), self._not_while_pulled(name.lower()):
+            return self._stagings.drop(name.lower()) or 0
+
+    async def drop_parts_async(self, name: str) -> int:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.drop_parts, name)
 
     async def remove_async(self, name: str) -> Removed:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.remove, name)
@@ -229,6 +241,10 @@ class PullService:
             self.library.erase(old.path)
         self._stagings.close(staging)
         return stored
+
+
+def _naming(model: str, report: Report) -> Report:
+    return lambda progress: report(msgspec.structs.replace(progress, model=model))
 
 
 def _same_origin(record: ModelRecord, source: Source) -> bool:

@@ -129,6 +129,22 @@ class PullStopped(LibraryError):
     retryable = True
 
 
+class PullCancelled(LibraryError):
+    """Somebody does not want the model any more; what has arrived is given back."""
+
+    code = "pull_cancelled"
+    exit_code = 130
+
+
+class Unexpected(LibraryError):
+    """A mistake of ours; the log has it."""
+
+    code = "internal_error"
+
+    def __init__(self) -> None:
+        super().__init__("the daemon failed at this for a reason of its own; its log has it")
+
+
 class BadTransfer(LibraryError):
     """The other side does not send what it announced."""
 

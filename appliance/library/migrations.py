@@ -144,3 +144,9 @@ def m009_usage(db: Database) -> None:
 @migration
 def m010_incidents(db: Database) -> None:
     db.execute("CREATE TABLE incidents (id TEXT PRIMARY KEY, at REAL NOT NULL, incident TEXT NOT NULL)")
+
+
+@migration
+def m011_downloads(db: Database) -> None:
+    """Those that have not ended: a daemon that starts goes on with them."""
+    db.execute("CREATE TABLE downloads (id TEXT PRIMARY KEY, source TEXT NOT NULL, name TEXT)")

@@ -16,10 +16,12 @@ from fastapi import FastAPI
 
 from inferd.appliance.api.admin_pull import make_pull_router
 from inferd.appliance.api.middleware import CatchErrors, Gate, RequestId
+from inferd.appliance.downloads.jobs import DownloadJobs
 from inferd.appliance.downloads.progress import PullProgress, ignore_progress
 from inferd.appliance.downloads.remote import pull_by_daemon
 from inferd.appliance.downloads.source import parse_source
 from inferd.appliance.downloads.wire import PULL_PATH, PullEvent
+from inferd.appliance.events.hub import EventHub
 from inferd.appliance.library.errors import LibraryError, NetworkFailure
 from inferd.appliance.library.library import Library
 from inferd.engine.testing.model_folder import make_model_folder
@@ -32,7 +34,8 @@ class Daemon:
 
     def __init__(self, service: Any) -> None:
         app = FastAPI()
-        app.include_router(make_pull_router(service))
+        jobs = DownloadJobs(service, service.library.database, EventHub())
+        app.include_router(make_pull_router(jobs, service.library.home))
         app.add_middleware(Gate, allowed_hosts=["proxy.example"], body_limit_bytes=1 << 20)
         app.add_middleware(CatchErrors)
         app.add_middleware(RequestId)

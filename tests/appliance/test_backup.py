@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import stat
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from sqlite_utils import Database
 from inferd.appliance.library.backup import NUM_KEPT, back_up, backups
 from inferd.appliance.library.errors import DiskFull
 from inferd.appliance.library.library import DATABASE_NAME, Library
-from inferd.appliance.library.migrations import MIGRATIONS, applied, migrate
+from inferd.appliance.library.migrations import MIGRATIONS, Migration, applied, migrate
 
 
 def m901_broken(db: Database) -> None:
@@ -57,12 +58,20 @@ def test_an_old_database_is_copied_before_it_is_changed(inferd_home: Path) -> No
     assert sorted(path.name for path in inferd_home.iterdir() if path.is_dir()) == ["models"]  # nothing half-made
 
 
-def test_a_migration_that_fails_leaves_the_old_database_usable(
-    inferd_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def one_more_step(step: Migration) -> Iterator[None]:
+    MIGRATIONS.append(step)
+    try:
+        yield
+    finally:
+        MIGRATIONS.remove(step)
+
+
+def test_a_migration_that_fails_leaves_the_old_database_usable(inferd_home: Path) -> None:
     database = old_home(inferd_home)
-    with monkeypatch.context() as patched:
-        patched.setitem(MIGRATIONS, -1, m901_broken)  # type: ignore[arg-type]
+    Library.open(inferd_home).close()
+    backups(database)[0].unlink()
+    with one_more_step(m901_broken):
         for _ in range(5):  # a service manager tries again and again
             with pytest.raises(RuntimeError, match="broken"):
                 Library.open(inferd_home)

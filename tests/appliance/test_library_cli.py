@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from inferd.appliance.downloads.wire import PullEvent, PullFailure
 from inferd.appliance.library.library import Library
 from inferd.appliance.library.lock import in_service
 from inferd.appliance.library.records import ModelRecord
+from inferd.appliance.settings import load_settings
 from inferd.engine.testing.model_folder import make_model_folder
 
 RUN_CLI = "import typer; from inferd.appliance.library_cli import register; app = typer.Typer(); register(app); app()"
@@ -202,26 +204,47 @@ def _no_links(*args: Any, **kwargs: Any) -> None:
     raise PermissionError(1, "no links here")
 
 
+@pytest.fixture
+def answer_as_daemon(unused_port: int) -> Iterator[Callable[[bytes], None]]:
+    """A daemon's admin socket that answers every request with these lines."""
+    servers: list[socketserver.ThreadingUnixStreamServer] = []
+
+    def answer(body: bytes) -> None:
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ncontent-length: {len(body)}\r\n\r\n"
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                while self.rfile.readline() != b"\r\n":
+                    pass
+                self.wfile.write(head.encode() + body)
+
+        path = load_settings().admin_socket
+        path.parent.mkdir(parents=True, exist_ok=True)
+        servers.append(socketserver.ThreadingUnixStreamServer(str(path), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+
+    yield answer
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_running_daemon_does_the_pull(
-    run: Callable[..., Any], mean_server: Any, make_reply: Callable[..., Any], folder: Path, monkeypatch: Any
+    run: Callable[..., Any], answer_as_daemon: Callable[[bytes], None], folder: Path
 ) -> None:
     record = json.loads(run("pull", str(folder), "--json").stdout)
-    monkeypatch.setenv("INFERD_PORT", mean_server.url.rpartition(":")[2])
     progress = {"phase": "downloading", "file": "far", "bytes_done": 1, "bytes_total": 2}
     lines = [{"progress": progress}, {"model": record}]
-    body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    mean_server.answer = lambda request: make_reply(200, body, {"content-type": "application/x-ndjson"})
+    answer_as_daemon(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     result = run("pull", "pypi:anything")
     assert (result.exit_code, result.stdout.split()[0]) == (0, "tiny")
     assert "downloading far 50 % of 2 B" in result.stderr
 
 
 def test_what_the_daemon_fails_with_is_what_the_shell_gets(
-    run: Callable[..., Any], mean_server: Any, make_reply: Callable[..., Any], monkeypatch: Any
+    run: Callable[..., Any], answer_as_daemon: Callable[[bytes], None]
 ) -> None:
-    monkeypatch.setenv("INFERD_PORT", mean_server.url.rpartition(":")[2])
-    body = msgspec.json.encode(PullEvent(error=PullFailure("disk_full", "no room at all", 7, False))) + b"\n"
-    mean_server.answer = lambda request: make_reply(200, body, {"content-type": "application/x-ndjson"})
+    answer_as_daemon(msgspec.json.encode(PullEvent(error=PullFailure("disk_full", "no room at all", 7, False))) + b"\n")
     result = run("pull", "pypi:anything")
     assert result.exit_code == 7
     assert "no room at all" in result.stderr
