@@ -11,7 +11,9 @@ from inferd.engine.core.step import EngineCore
 from inferd.engine.grammar.compiler import GrammarCompiler
 from inferd.engine.grammar.manager import GrammarManager
 from inferd.engine.grammar.scheduling import StructuredRequests
+from inferd.engine.lora.registry import AdapterRegistry
 from inferd.engine.messages import EngineReady
+from inferd.engine.pooling.checks import pooling_info
 from inferd.engine.resolve import resolve
 from inferd.engine.sampling.plugins import find_processors, params_checks
 
@@ -26,7 +28,11 @@ def build_engine(args: EngineArgs) -> tuple[EngineCore, EngineReady]:
     executor = make_executor(config)
     try:
         core = EngineCore(
-            config, executor, grammar=make_grammars(config), params_checks=params_checks(find_processors())
+            config,
+            executor,
+            grammar=make_grammars(config),
+            params_checks=params_checks(find_processors()),
+            lora=AdapterRegistry(config.lora, executor) if config.lora is not None else None,
         )
     except BaseException:
         executor.shutdown()
@@ -40,6 +46,8 @@ def build_engine(args: EngineArgs) -> tuple[EngineCore, EngineReady]:
         dtype=config.dtype,
         load_s=time.monotonic() - started,
         decisions=[*config.decisions, *executor.decisions, *core.decisions],
+        pooling=pooling_info(config),
+        kv_max_concurrency=core.kv_max_concurrency,
     )
     return core, ready
 

@@ -10,11 +10,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from inferd.engine.pooling.config import EncoderConfig, PoolerConfig
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 KernelChoice = Literal["auto", "native", "torch"]
 SchedulingPolicy = Literal["fair", "fcfs", "priority"]
+SpeculativeMethod = Literal["ngram", "draft"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 
 class CUDAGraphMode(StrEnum):
@@ -26,6 +30,18 @@ class CUDAGraphMode(StrEnum):
 
 
 @dataclass(frozen=True)
+class SpeculativeArgs:
+    """How next tokens are guessed, which the model then checks all at once: by what followed on the last tokens where
+    they stood before ("ngram"), or by a smaller model over the same vocabulary ("draft")."""
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int = 5  # guesses of a step for one request, at most
+    prompt_lookup_min: int = 3  # tokens that must have stood there before, "ngram" only
+    prompt_lookup_max: int = 5  # the place where most of these stood is taken
+    model: str | None = None  # the smaller model's folder
+
+
+@dataclass(frozen=True)
 class EngineArgs:
     """Every knob of a user, "auto" included. `resolve` turns it into an `EngineConfig`."""
 
@@ -33,6 +49,8 @@ class EngineArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: LoadFormat = "auto"
+    runner: str = "auto"  # "generate" tokens, or "pooling": vectors and scores; "auto": what the model is made for
+    pooling: str = "auto"  # of hidden states: "mean", "cls" or "last", where the model should not decide
     max_model_len: int | Literal["auto"] | None = None  # None: what the model was trained for; "auto": what fits of it
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -52,8 +70,13 @@ class EngineArgs:
     kernels: KernelChoice = "auto"
     cudagraph_mode: str = "auto"  # or the name of a `CUDAGraphMode`
     num_threads: int | None = None  # CPU threads of the engine, divided over its ranks
-    seed: int = 0
+    seed: int | None = None  # of requests without one of their own; None: drawn at each start
     grammar_backend: str = "auto"  # or one of `grammar.backends`
+    enable_lora: bool = False  # adapters can be loaded, and requests may name one
+    max_loras: int = 1  # adapters that requests run with at the same time
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None  # adapters kept in main memory, the others are read again; None: `max_loras`
+    speculative: SpeculativeArgs | None = None  # guess tokens ahead
     executor: Literal["auto", "uniproc", "multiproc", "scripted"] = "auto"
 
 
@@ -99,7 +122,9 @@ class ModelConfig:
     attention_scale: float | None = None  # None: 1 / sqrt(head_size)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
+    encoder: EncoderConfig | None = None  # of a model whose tokens see all others
+    pooler: PoolerConfig | None = None  # of a model that is made to give vectors or scores instead of tokens
 
     def window_of(self, layer: int) -> int | None:
         """A query of that layer at position p sees the keys at (p - window, p]; None: all before it."""
@@ -134,6 +159,9 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0: none
     async_scheduling: bool = False
     fit_max_model_len: bool = False  # the longest context is what memory allows, `max_model_len` at most
+    enable_chunked_prefill: bool = True  # else a step computes all of a prompt or nothing of it
+    num_speculative_tokens: int = 0  # drafts that a step may check of one request
+    num_lookahead_tokens: int = 0  # slots behind a step's tokens that making drafts may need
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -142,9 +170,10 @@ class SchedulerConfig:
 
     @property
     def max_uncomputed_tokens(self) -> int:
-        """The most tokens of one request that all steps on their way compute."""
-        largest = min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
-        return self.max_concurrent_batches * largest
+        """The most tokens of one request that all steps on their way compute, and slots that they use ahead."""
+        threshold = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        largest = min(self.max_num_batched_tokens, max(threshold, 1 + self.num_speculative_tokens))
+        return self.max_concurrent_batches * largest + self.num_lookahead_tokens
 
 
 @dataclass(frozen=True)
@@ -161,6 +190,29 @@ class GrammarConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int  # `max_loras` at least
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    method: SpeculativeMethod
+    num_tokens: int  # of a draft, at most
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    num_fixed_rows: int  # a step costs as much without any row as so many rows do
+    model: ModelConfig | None = None  # the draft model
+    load_format: Literal["safetensors", "gguf", "dummy"] = "safetensors"  # of the draft model
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots behind the known tokens that making a draft may store keys and values in."""
+        return self.num_tokens if self.model is not None else 0
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
@@ -172,8 +224,12 @@ class EngineConfig:
     attention_backend: str
     kernels: KernelChoice
     num_threads: int  # CPU threads of each worker
-    seed: int
+    seed: int  # of requests without one of their own
     executor: Literal["uniproc", "multiproc", "scripted"]
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
     grammar: GrammarConfig = GrammarConfig()
+    lora: LoRAConfig | None = None  # None: no request has an adapter
+    speculative: SpeculativeConfig | None = None  # None: nothing is guessed
+    pooler: PoolerConfig | None = None  # this engine pools; None: it generates
+    weights_seed: int = 0  # of the dummy loader's
     decisions: tuple[str, ...] = field(default=(), compare=False)  # one sentence per "auto" that was settled

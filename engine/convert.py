@@ -25,8 +25,10 @@ CONVERT_TIMEOUT_S = 3600.0
 SUFFIXES = (".bin", ".pt", ".pth")
 _INDEX = "pytorch_model.bin.index.json"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.bin")
+_ADAPTER = "adapter_model"  # names the weights of an adapter
 _COPIED = (
     "config.json",
+    "adapter_config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +40,8 @@ _NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*
 
 
 def convert_folder(source: Path, folder: Path, timeout_s: float = CONVERT_TIMEOUT_S) -> None:
-    """Makes the model folder `folder` from a checkpoint file or a folder that holds one, with its JSON files.
+    """Makes the model folder `folder` from a checkpoint file or a folder that holds one, with its JSON files; also an
+    adapter's folder.
 
     `folder` appears complete or not at all. Blocks; safe in any thread. Raises LoadError with the child's message.
     """
@@ -49,7 +52,7 @@ def convert_folder(source: Path, folder: Path, timeout_s: float = CONVERT_TIMEOU
     partial_folder = folder.absolute().with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         partial_folder.mkdir()
-        run_child("inferd.engine.convert", [str(source.absolute()), str(partial_folder)], source.name, timeout_s)
+        run_child("inferd.engine.convert", [str(source.absolute()), str(partial_folder)], str(source), timeout_s)
         partial_folder.rename(folder)
     except OSError as error:
         raise LoadError(f"{folder} cannot be made in {folder.parent}: {error.strerror}") from error
@@ -73,14 +76,16 @@ def convert(source: Path, folder: Path) -> None:
     if (source / _INDEX).is_file():
         _convert_shards(source, folder)
     else:
-        _convert_file(_single_checkpoint(source), folder / "model.safetensors")
+        checkpoint = _single_checkpoint(source)
+        name = _ADAPTER if checkpoint.stem == _ADAPTER else "model"
+        _convert_file(checkpoint, folder / f"{name}.safetensors")
 
 
 def _single_checkpoint(source: Path) -> Path:
     if source.is_file():
         return source
     if not source.is_dir():
-        raise LoadError(f"{source.name}: is neither a checkpoint nor a folder")
+        raise LoadError(f"{source} is neither a checkpoint nor a folder")
     found = sorted(
         path
         for path in source.iterdir()
@@ -89,9 +94,9 @@ def _single_checkpoint(source: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise LoadError(f"{source.name}: holds no checkpoint ({', '.join(SUFFIXES)})")
+        raise LoadError(f"{source} holds no checkpoint ({', '.join(SUFFIXES)})")
     names = ", ".join(path.name for path in found[:4])
-    raise LoadError(f"{source.name}: holds {len(found)} checkpoints and no {_INDEX}; name one of them: {names}")
+    raise LoadError(f"{source} holds {len(found)} checkpoints and no {_INDEX}; name one of them: {names}")
 
 
 def _convert_shards(source: Path, folder: Path) -> None:

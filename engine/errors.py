@@ -31,19 +31,21 @@ class NotSupported(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt leaves no room for even one output token.
+    """The prompt leaves no room for even one output token, or does not fit where none is asked for.
 
     The wording is what agents look for before they compact a conversation; it stays as it is.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, max_model_len: int, *, num_answer_tokens: int = 1, param: str = "messages"
+    ) -> None:
+        answer = ", and at least one of them is for the answer" if num_answer_tokens else ""
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens, and at least one of them "
-            f"is for the answer. The prompt has {num_prompt_tokens} tokens: "
-            f"prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum.",
-            param="messages",
+            f"This model's maximum context length is {max_model_len} tokens{answer}: "
+            f"prompt is too long: {num_prompt_tokens} tokens > {max_model_len - num_answer_tokens} maximum.",
+            param=param,
         )
 
 
@@ -77,6 +79,13 @@ class RequestFailed(EngineError):
     """One request failed inside the engine while the others go on."""
 
     code = "request_failed"
+
+
+class EngineAsleep(EngineError):
+    """The engine sleeps and was told to refuse requests meanwhile."""
+
+    code = "engine_asleep"
+    retryable = True
 
 
 class EngineDeadError(EngineError):

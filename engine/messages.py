@@ -10,9 +10,14 @@ import enum
 from typing import Any
 
 import msgspec
+from msgspec import field
 
+from inferd.engine.insight.histogram import no_counts
+from inferd.engine.insight.records import Fields, StepRecord
 from inferd.engine.logprobs import TokenLogprobs
 from inferd.engine.params import SamplingParams
+from inferd.engine.pooling.config import PoolingTask
+from inferd.engine.pooling.params import PoolingInput
 
 ENGINE_DEAD = b"ENGINE_DEAD"
 LANES = ("interactive", "batch")  # the better first
@@ -44,6 +49,9 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     lane: str = LANES[0]  # one of `LANES`
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
     features: list[MultimodalFeature] | None = None
+    pooling: PoolingInput | None = None  # asks for a vector instead of tokens; then `params` say nothing
+    lora: str | None = None  # the name of an adapter that was loaded
+    name: str = ""  # the id that the client knows; shown, and of no other use
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
@@ -53,7 +61,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """A control call by name (`EngineCore.CALLS` lists them); answered by a `CallReply` with the same id."""
+    """A control call by name (`EngineCore` lists them); answered by a `CallReply` with the same id."""
 
     call_id: int
     method: str
@@ -69,6 +77,14 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
 ToEngine = AddRequest | Abort | Call | Shutdown
 
 
+class RequestStart(msgspec.Struct, array_like=True, frozen=True):
+    """By the engine's clock."""
+
+    queued_at: float
+    first_scheduled_at: float
+    first_token_at: float
+
+
 class EngineOutput(msgspec.Struct, array_like=True):
     """What one request gained in one step."""
 
@@ -82,6 +98,8 @@ class EngineOutput(msgspec.Struct, array_like=True):
     error_param: str | None = None  # the field of the request that is to blame; without it, the engine is
     logprobs: TokenLogprobs | None = None  # of `new_token_ids`
     prompt_logprobs: TokenLogprobs | None = None  # of all prompt tokens but the first; once, with the first output
+    pooled: bytes | None = None  # f32 in the machine's byte order, the one output of a request that pools
+    start: RequestStart | None = None  # with the first tokens
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -97,6 +115,15 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    deferred: int = 0  # of `waiting`: those who wait for something of their own and are passed by
+    paused: int = 0  # by themselves; they are not among `waiting`
+    blocks_cached: int = 0  # of `blocks_free`: those whose content can be found
+    evictions: int = 0  # of content that could be found, to make room
+    corrupted: int = 0  # requests that ended because their logits were no numbers
+    step_tokens_sum: int = 0
+    step_tokens: list[int] = field(default_factory=no_counts)  # steps by their tokens: see `STEP_TOKENS_BUCKETS`
+    drafted: list[int] = []  # by place in a draft: tokens that were checked there
+    accepted: list[int] = []  # by place in a draft: those of them that stood
 
 
 class CallReply(msgspec.Struct, array_like=True):
@@ -132,6 +159,18 @@ class KVCacheCleared(msgspec.Struct, tag="cleared", array_like=True):
 KVEvent = KVBlocksStored | KVBlocksRemoved | KVCacheCleared
 
 
+class FeedUpdate(msgspec.Struct, array_like=True):
+    """What has changed in an engine since the update before, for whoever has subscribed to it."""
+
+    at: float  # by the engine's clock
+    is_snapshot: bool  # it replaces everything known before
+    requests: list[Fields] = []  # changed fields with their `id`; of one that has ended, for the last time
+    steps: list[StepRecord] = []  # the newest last
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    interval_s: float = 0.0  # at least until the next one; longer where looking takes the engine long
+    took_s: float = 0.0  # to look
+
+
 class EngineOutputs(msgspec.Struct, array_like=True):
     """One message of the engine: a step's outputs, a reply, or (all empty) a heartbeat."""
 
@@ -139,6 +178,19 @@ class EngineOutputs(msgspec.Struct, array_like=True):
     stats: SchedulerStats | None = None
     reply: CallReply | None = None
     kv_events: list[KVEvent] = []  # since the last message that had any, in order; with `enable_kv_events` only
+    feed: FeedUpdate | None = None  # for subscribers
+    at: float = 0.0  # of a step's outputs: when they were there, by the engine's clock
+
+
+class PoolingInfo(msgspec.Struct, frozen=True):
+    """What an engine that pools can be asked for."""
+
+    tasks: list[PoolingTask]
+    size: int  # of an embedding, or the number of labels
+    labels: list[str]  # of a classification head
+    num_token_types: int  # of a pair's texts; 1: tokens have none
+    lower_case: bool  # texts, before they become tokens
+    matryoshka_sizes: list[int] | None  # to which embeddings may be cut; empty: any; None: not trained for it
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
@@ -152,6 +204,46 @@ class EngineReady(msgspec.Struct, tag="ready"):
     dtype: str
     load_s: float
     decisions: list[str]
+    pooling: PoolingInfo | None = None  # of an engine that pools; None: it generates
+    kv_max_concurrency: float = 0.0  # requests of the longest context that fit at once; 0: requests take no blocks
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """That all KV memory holds when every request is as long as it may be."""
+        return int(self.kv_max_concurrency * self.max_model_len)
+
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # tags of memory that an engine can give back
+
+
+class MemoryRecord(msgspec.Struct):
+    """What one rank holds, in bytes."""
+
+    rank: int = 0
+    weights: int = 0
+    kv: int = 0
+    graphs: int = 0  # captured steps
+    workspace: int = 0  # of the largest step: measured on an accelerator, an upper estimate on a processor
+    sleeping_host: int = 0  # main memory that a sleeping rank keeps to wake from; the system may take what is mapped
+    resident: int = 0  # as the system counts it: of the process on a processor, else what the device has less
+
+
+class SleepReport(msgspec.Struct):
+    """What a sleep did. `level` 0: nothing, since the engine was woken first."""
+
+    level: int = 0
+    seconds: float = 0.0  # from the moment on at which nothing ran any more
+    released_bytes: dict[str, int] = {}  # by tag, all ranks together; 0 for what was not there
+
+
+class WakeReport(msgspec.Struct):
+    """What a wake did."""
+
+    is_awake: bool = False
+    seconds: float = 0.0
+    restored_bytes: dict[str, int] = {}  # by tag, all ranks together
+    restored_s: dict[str, float] = {}  # by tag, of the slowest rank
+    still_asleep: list[str] = []  # tags of what is still missing
 
 
 class EngineStartFailed(msgspec.Struct, tag="start_failed"):

@@ -10,14 +10,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
-from inferd.engine.config import Dtype, ModelConfig
+from inferd.engine.config import Activation, Dtype, ModelConfig
 from inferd.engine.errors import LoadError
 from inferd.engine.model_attention import AttentionKind, read_ropes, read_windows
+from inferd.engine.model_encoder import ENCODERS, read_encoder
 from inferd.engine.model_fields import Fields
+from inferd.engine.pooling.architectures import POOLED_DECODERS, split
+from inferd.engine.pooling.config import PoolerConfig
+from inferd.engine.pooling.folder import read_classifier, read_embedder
 
 MAX_JSON_BYTES = 64 << 20
 FORBIDDEN_KEYS = frozenset({"auto_map", "custom_code", "custom_pipelines", "trust_remote_code"})
@@ -65,8 +69,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     for name in JSON_FILES:
         if (folder / name).exists():
             refuse_code(read_json(folder / name), folder / name)
-    name, architecture = _architecture(config, folder)
-    return _build(folder, config, name, architecture)
+    name, fields = _architecture(config, folder), Fields(config, folder / "config.json")
+    if name in ENCODERS:
+        eos_token_ids = _eos_token_ids(folder, fields)
+        return read_encoder(fields, name, eos_token_ids=eos_token_ids, dtype=_dtype(fields, "float32"))
+    return _build(folder, fields, name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -98,17 +105,19 @@ def refuse_code(value: Any, path: Path) -> None:
             stack.extend(node)
 
 
-def _architecture(config: Mapping[str, Any], folder: Path) -> tuple[str, Architecture]:
+def _architecture(config: Mapping[str, Any], folder: Path) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise LoadError(f'{folder / "config.json"} names no architecture (field "architectures")')
-    if names[0] not in ARCHITECTURES:
-        raise LoadError(f"architecture {names[0]} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
-    return names[0], ARCHITECTURES[names[0]]
+    known = {*ARCHITECTURES, *POOLED_DECODERS, *ENCODERS}
+    if names[0] not in known:
+        raise LoadError(f"architecture {names[0]} is not supported; supported: {', '.join(sorted(known))}")
+    name: str = names[0]
+    return name
 
 
-def _build(folder: Path, config: Mapping[str, Any], name: str, architecture: Architecture) -> ModelConfig:
-    fields = Fields(config, folder / "config.json")
+def _build(folder: Path, fields: Fields, name: str) -> ModelConfig:
+    architecture = ARCHITECTURES[split(name)[0]]
     num_heads = fields.whole("num_attention_heads")
     num_kv_heads = fields.whole("num_key_value_heads", num_heads)
     hidden_size = fields.whole("hidden_size")
@@ -155,7 +164,13 @@ def _build(folder: Path, config: Mapping[str, Any], name: str, architecture: Arc
         else _softcap(fields, "attn_logit_softcapping", gemma.attention_softcap),
         logit_softcap=None if gemma is None else _softcap(fields, "final_logit_softcapping", gemma.logit_softcap),
         activation=_activation(fields, gemma),
+        pooler=_pooler(fields, name),
     )
+
+
+def _pooler(fields: Fields, name: str) -> PoolerConfig | None:
+    kind = split(name)[1]
+    return read_classifier(fields, "last") if kind == "classifier" else read_embedder(fields, kind)
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
@@ -163,7 +178,7 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
     return None if fields.values.get(name, default) is None else fields.number(name, default)
 
 
-def _activation(fields: Fields, gemma: Gemma | None) -> Literal["silu", "gelu_tanh"]:
+def _activation(fields: Fields, gemma: Gemma | None) -> Activation:
     name, only = ("hidden_act", "silu") if gemma is None else ("hidden_activation", "gelu_pytorch_tanh")
     if (given := fields.values.get(name) or only) != only:
         raise fields.error(name, f'"{given}" is not supported, only "{only}"')
@@ -209,8 +224,8 @@ def _tokenizer_eos_ids(folder: Path) -> list[int]:
     return [known.id for known in added if known.content == text]
 
 
-def _dtype(fields: Fields) -> Dtype:
-    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "bfloat16"
+def _dtype(fields: Fields, default: Dtype = "bfloat16") -> Dtype:
+    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or default
     for dtype in DTYPES:
         if name == dtype:
             return dtype

@@ -111,8 +111,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**53)
-        _whole("min_tokens", self.min_tokens, 0, 2**53)
+            _count("max_tokens", self.max_tokens, 1)
+        _count("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
@@ -202,3 +202,10 @@ def _whole(name: str, value: Any, low: int, high: int, *, param: str | None = No
         raise InvalidRequest(f"{name} must be a whole number, got {value!r}", param=param or name)
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}", param=param or name)
+
+
+def _count(name: str, value: Any, low: int) -> None:
+    """Of tokens: what the context has no room for is cut off later, so the only bound from above is what travels."""
+    if not isinstance(value, bool) and isinstance(value, int) and value < low:
+        raise InvalidRequest(f"{name} must be at least {low}, got {value}", param=name)
+    _whole(name, value, low, 2**63 - 1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
+from inferd.engine.insight.life import Life
 from inferd.engine.logprobs import PromptLedger
+from inferd.engine.lora.adapter import Adapter
 from inferd.engine.messages import AddRequest, FinishReason
 from inferd.engine.params import without_grammar
 
@@ -27,8 +29,18 @@ class Request:
     for tokens of scheduled steps whose result is not known here yet.
     """
 
-    def __init__(self, add: AddRequest, *, seed: int, max_tokens: int, block_hasher: BlockHasher | None = None) -> None:
+    def __init__(
+        self,
+        add: AddRequest,
+        *,
+        seed: int,
+        max_tokens: int,
+        block_hasher: BlockHasher | None = None,
+        lora: Adapter | None = None,
+    ) -> None:
+        """`lora`: what `add.lora` names."""
         self.request_id = add.request_id
+        self.name = add.name or add.request_id
         self.structured_output = add.params.structured_output
         self.min_tokens = add.params.min_tokens
         self.params = without_grammar(add.params)
@@ -40,6 +52,8 @@ class Request:
         self.arrival_time_s = add.arrival_time_s
         self.cache_salt = add.cache_salt
         self.features = add.features
+        self.pooling = add.pooling
+        self.lora = lora
         self.num_prompt_tokens = len(add.prompt_token_ids)
         wants_prompt_logprobs = add.params.prompt_logprobs is not None
         self.prompt_logprobs = PromptLedger(self.num_prompt_tokens) if wants_prompt_logprobs else None
@@ -52,6 +66,7 @@ class Request:
         self.added_at_step = 0  # results of steps up to this one are not this request's, whatever its id
         self.preempted_for: str | None = None  # the request that its blocks went to; None when it made room for itself
         self.status = RequestStatus.WAITING
+        self.life = Life()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.error: str | None = None  # with FinishReason.ERROR

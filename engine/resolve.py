@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,15 @@ from inferd.engine.config import (
     ParallelConfig,
     SchedulerConfig,
     SchedulingPolicy,
+    SpeculativeConfig,
 )
 from inferd.engine.errors import ConfigError, NotSupported
 from inferd.engine.grammar.backends import choose_backends
+from inferd.engine.lora.settle import settle_lora
 from inferd.engine.model_config import read_model_config
+from inferd.engine.pooling.config import PoolerConfig
+from inferd.engine.pooling.settle import check_pooling_limits, reads_prefix_cache, settle_pooler
+from inferd.engine.spec.settle import settle_speculative
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,16 @@ def resolve(args: EngineArgs, hardware: Hardware | None = None) -> EngineConfig:
     _check_ranges(args)
     model = read_model_config(Path(args.model))
     decisions: list[str] = []
+    pooler = settle_pooler(args, model, decisions)
     device = _device(args, hardware, decisions)
     dtype = _dtype(args, model, device, hardware, decisions)
-    max_model_len = _max_model_len(args, model, decisions)
+    max_model_len = _max_model_len(args, model, pooler, decisions)
     load_format = _load_format(args, model)
+    speculative = settle_speculative(args, model, device, decisions)
     return EngineConfig(
         model=model,
-        cache=_cache(args, device, dtype),
-        scheduler=_scheduler(args, device, max_model_len, decisions),
+        cache=_cache(args, device, dtype, caching=_prefix_caching(args, model, pooler, decisions)),
+        scheduler=_scheduler(args, model, device, max_model_len, speculative, decisions),
         parallel=_parallel(args, model, device, hardware),
         device=device,
         dtype=dtype,
@@ -72,10 +80,14 @@ def resolve(args: EngineArgs, hardware: Hardware | None = None) -> EngineConfig:
         attention_backend=args.attention_backend,
         kernels=args.kernels,
         num_threads=_num_threads(args, hardware, decisions),
-        seed=args.seed,
+        seed=_seed(args, decisions),
+        weights_seed=args.seed or 0,
         executor=_executor(args, decisions),
-        cudagraph_mode=_cudagraph_mode(args, device, decisions),
+        cudagraph_mode=_cudagraph_mode(args, device, pooler, decisions),
         grammar=GrammarConfig(choose_backends(args.grammar_backend)),
+        lora=settle_lora(args, pools=pooler is not None, decisions=decisions),
+        speculative=speculative,
+        pooler=pooler,
         decisions=tuple(decisions),
     )
 
@@ -147,6 +159,9 @@ def _device(args: EngineArgs, hardware: Hardware, decisions: list[str]) -> Devic
 def _dtype(args: EngineArgs, model: ModelConfig, device: Device, hardware: Hardware, decisions: list[str]) -> Dtype:
     if args.dtype != "auto":
         return args.dtype
+    if model.encoder is not None and model.checkpoint_dtype == "float32":
+        decisions.append("dtype=float32: as the checkpoint, since vectors are compared with those of other programs")
+        return "float32"
     if device == "cuda":
         dtype: Dtype = "float16" if model.checkpoint_dtype == "float16" else "bfloat16"
         why = f"the checkpoint holds {model.checkpoint_dtype}"
@@ -158,13 +173,16 @@ def _dtype(args: EngineArgs, model: ModelConfig, device: Device, hardware: Hardw
     return dtype
 
 
-def _max_model_len(args: EngineArgs, model: ModelConfig, decisions: list[str]) -> int:
+def _max_model_len(args: EngineArgs, model: ModelConfig, pooler: PoolerConfig | None, decisions: list[str]) -> int:
     """With "auto" a bound: the KV cache's plan has the last word."""
+    longest = model.max_position
+    if pooler is not None and pooler.max_tokens is not None:
+        longest = min(longest, pooler.max_tokens)
     if args.max_model_len == "auto":
-        return model.max_position
+        return longest
     if args.max_model_len is None:
-        decisions.append(f"max_model_len={model.max_position}: what the model was trained for")
-        return model.max_position
+        decisions.append(f"max_model_len={longest}: what the model was trained for")
+        return longest
     if args.max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len={args.max_model_len} is beyond the {model.max_position} positions that the model knows"
@@ -178,8 +196,16 @@ def _load_format(args: EngineArgs, model: ModelConfig) -> Literal["safetensors",
     return "gguf" if any(model.path.glob("*.gguf")) else "safetensors"
 
 
-def _cudagraph_mode(args: EngineArgs, device: Device, decisions: list[str]) -> CUDAGraphMode:
+def _cudagraph_mode(
+    args: EngineArgs, device: Device, pooler: PoolerConfig | None, decisions: list[str]
+) -> CUDAGraphMode:
     wanted = args.cudagraph_mode
+    if pooler is not None:
+        if wanted not in ("auto", CUDAGraphMode.NONE):
+            raise ConfigError(
+                f"cudagraph_mode={wanted} captures decode steps, and a pooling model has none; choose NONE"
+            )
+        return CUDAGraphMode.NONE
     if wanted == "auto":
         mode = CUDAGraphMode.FULL_DECODE_ONLY if device == "cuda" else CUDAGraphMode.NONE
         decisions.append(f"cudagraph_mode={mode}: default on {device}")
@@ -193,7 +219,14 @@ def _cudagraph_mode(args: EngineArgs, device: Device, decisions: list[str]) -> C
     return CUDAGraphMode(wanted)
 
 
-def _cache(args: EngineArgs, device: Device, dtype: Dtype) -> CacheConfig:
+def _prefix_caching(args: EngineArgs, model: ModelConfig, pooler: PoolerConfig | None, decisions: list[str]) -> bool:
+    if not args.enable_prefix_caching or pooler is None or reads_prefix_cache(pooler, model):
+        return args.enable_prefix_caching
+    decisions.append(f"enable_prefix_caching=False: {pooler.pooling} pooling needs what a cached prefix has no more")
+    return False
+
+
+def _cache(args: EngineArgs, device: Device, dtype: Dtype, *, caching: bool) -> CacheConfig:
     block_size = args.block_size or DEFAULTS[device].block_size
     hash_block_size = min(block_size, HASH_BLOCK_TOKENS)
     if block_size % hash_block_size:
@@ -201,7 +234,7 @@ def _cache(args: EngineArgs, device: Device, dtype: Dtype) -> CacheConfig:
     return CacheConfig(
         block_size=block_size,
         hash_block_size=hash_block_size,
-        enable_prefix_caching=args.enable_prefix_caching,
+        enable_prefix_caching=caching,
         num_blocks=args.num_blocks,
         kv_cache_bytes=args.kv_cache_bytes,
         memory_fraction=args.memory_fraction,
@@ -210,8 +243,18 @@ def _cache(args: EngineArgs, device: Device, dtype: Dtype) -> CacheConfig:
     )
 
 
-def _scheduler(args: EngineArgs, device: Device, max_model_len: int, decisions: list[str]) -> SchedulerConfig:
-    defaults = DEFAULTS[device]
+def _scheduler(
+    args: EngineArgs,
+    model: ModelConfig,
+    device: Device,
+    max_model_len: int,
+    speculative: SpeculativeConfig | None,
+    decisions: list[str],
+) -> SchedulerConfig:
+    defaults, chunked = DEFAULTS[device], model.encoder is None
+    least_budget = 1 if chunked else max_model_len
+    if not chunked:
+        check_pooling_limits(args, max_model_len)
 
     def settle(name: str, given: int | None, default: Callable[[], int]) -> int:
         if given is not None:
@@ -220,7 +263,8 @@ def _scheduler(args: EngineArgs, device: Device, max_model_len: int, decisions: 
         return default()
 
     max_num_seqs = settle("max_num_seqs", args.max_num_seqs, lambda: defaults.max_num_seqs)
-    budget = settle("max_num_batched_tokens", args.max_num_batched_tokens, lambda: defaults.max_num_batched_tokens)
+    usual_budget = max(defaults.max_num_batched_tokens, least_budget)
+    budget = settle("max_num_batched_tokens", args.max_num_batched_tokens, lambda: usual_budget)
     return SchedulerConfig(
         max_num_seqs,
         budget,
@@ -230,6 +274,9 @@ def _scheduler(args: EngineArgs, device: Device, max_model_len: int, decisions: 
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         async_scheduling=_async_scheduling(args, device, decisions),
         fit_max_model_len=args.max_model_len == "auto",
+        enable_chunked_prefill=chunked,
+        num_speculative_tokens=speculative.num_tokens if speculative is not None else 0,
+        num_lookahead_tokens=speculative.num_lookahead_tokens if speculative is not None else 0,
     )
 
 
@@ -266,6 +313,15 @@ def _executor(args: EngineArgs, decisions: list[str]) -> Literal["uniproc", "mul
     if args.executor != "multiproc" and size > 1:
         raise ConfigError(f"executor={args.executor} runs one rank, not {size}; use multiproc or auto")
     return args.executor
+
+
+def _seed(args: EngineArgs, decisions: list[str]) -> int:
+    """Drawn where none is given, so that two starts do not give the same "random" answers."""
+    if args.seed is not None:
+        return args.seed
+    seed = secrets.randbits(63)
+    decisions.append(f"seed={seed}: drawn at this start; give it to repeat what requests without a seed got")
+    return seed
 
 
 def _num_threads(args: EngineArgs, hardware: Hardware, decisions: list[str]) -> int:

@@ -15,6 +15,7 @@ import zmq
 
 from inferd.engine.build import build_engine
 from inferd.engine.core.launch import StartFile
+from inferd.engine.core.lines import FORMAT
 from inferd.engine.core.parent import die_with_parent
 from inferd.engine.core.proc import EngineCoreProc, OutputChannel
 from inferd.engine.errors import EngineError
@@ -31,7 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     os.umask(0o077)
     os.environ["HF_HUB_OFFLINE"] = "1"  # an engine reads its model folder and nothing else
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=FORMAT, stream=sys.stderr)
+    logging.getLogger("inferd").setLevel(start.log_level)
     sys.exit(serve(start))
 
 
@@ -48,8 +50,14 @@ def serve(start: StartFile) -> int:
         output.put(EngineStartFailed(str(error) or type(error).__name__, code, traceback.format_exc()))
         exit_code = 1
     else:
-        logger.info("ready after %.1f s; %s", ready.load_s, "; ".join(ready.decisions))
-        exit_code = EngineCoreProc(core, context, Path(start.input_socket), output).run(ready)
+        logger.info(
+            "ready after %.1f s: %s, a context of %d tokens, %d KV blocks of %d",
+            *(ready.load_s, ready.dtype, ready.max_model_len, ready.num_blocks, ready.block_size),
+        )
+        for decision in ready.decisions:
+            logger.debug("%s", decision)
+        proc = EngineCoreProc(core, context, Path(start.input_socket), output, step_timeout_s=start.args.step_timeout_s)
+        exit_code = proc.run(ready)
     output.close()  # the last words first: what comes now may fail after a fatal error
     if core is not None:
         core.shutdown()

@@ -15,6 +15,9 @@ from inferd.kernels.cpu.build import default_cache_dir
 from inferd.kernels.cpu.ops import native_ops
 from inferd.kernels.cuda.ops import cuda_ops
 from inferd.kernels.linear import reference as linear
+from inferd.kernels.lora import masked as masked_lora
+from inferd.kernels.lora import reference as lora
+from inferd.kernels.lora.rows import AddLora
 from inferd.kernels.norm import reference as norm
 from inferd.kernels.paged_attention import reference as paged_attention
 from inferd.kernels.rope import reference as rope
@@ -55,6 +58,17 @@ def build_greedy(device: torch.device, choice: KernelChoice = "auto") -> Callabl
     from inferd.kernels.sampling.triton import greedy
 
     return greedy
+
+
+def build_add_lora(device: torch.device, choice: KernelChoice = "auto") -> AddLora:
+    """The low-rank parts of adapters on `device`: `lora.reference.add_lora`, or the same faster."""
+    if choice != "torch" and device.type == "cpu":
+        return masked_lora.add_lora
+    if device.type != "cuda" or choice == "torch" or find_spec("triton") is None:
+        return lora.add_lora
+    from inferd.kernels.lora.triton import add_lora
+
+    return add_lora
 
 
 def torch_ops(reason: str) -> Ops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,7 @@ class AttentionBackend(ABC):
     """Attends from a step's queries to keys and values in paged memory, where `rope_store` has already put them."""
 
     name: str
+    device_types: tuple[str, ...] | None = None  # the only ones that it can ever serve on; None: it does not depend
 
     @abstractmethod
     def supports(
@@ -90,6 +92,14 @@ class AttentionBackend(ABC):
         """Metadata whose `attend` may be captured in a CUDA graph: it launches the same kernels whatever the tensors
         hold, never waits for the device and copies nothing from the host. None: this backend cannot be captured."""
         return None
+
+    def build_whole(self, row_lens: Sequence[int], device: torch.device) -> Metadata:
+        """Everything that a step's layers share which see each row whole: called once a step, on the host."""
+        raise NotImplementedError(f"{self.name} serves no attention without a KV cache; `supports` says so")
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, metadata: Metadata, scale: float) -> Tensor:
+        """Each token attends to all of its row, nothing is kept: q, k, v[t, h, d] -> [t, h, d], contiguous."""
+        raise NotImplementedError(f"{self.name} serves no attention without a KV cache; `supports` says so")
 
     @abstractmethod
     def attend(

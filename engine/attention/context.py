@@ -30,6 +30,7 @@ class ForwardContext:
     slots: dict[int, Tensor]  # by KV group
     kv_caches: dict[str, Tensor]  # by layer name
     groups: dict[str, int]  # layer name -> KV group
+    whole: Metadata | None = None  # of layers that see each row whole and keep nothing
 
     def layer(self, name: str) -> LayerContext:
         """Raises KeyError for a layer that has no KV cache."""

@@ -41,6 +41,11 @@ def choose(
         if reason is None:
             logger.info("attention backend: %s", candidate)
             return backend
-        logger.info("attention backend %s cannot serve: %s", candidate, reason)
+        level = logging.INFO if name != "auto" or _is_for(backend, device) else logging.DEBUG  # else it was no choice
+        logger.log(level, "attention backend %s cannot serve: %s", candidate, reason)
         refusals.append(f"{candidate}: {reason}")
     raise ConfigError(f"attention_backend={name!r} cannot serve this model on {device}: " + "; ".join(refusals))
+
+
+def _is_for(backend: AttentionBackend, device: torch.device) -> bool:
+    return backend.device_types is None or device.type in backend.device_types

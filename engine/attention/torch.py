@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inferd.engine.attention.base import AttentionBackend, BatchGeometry
+from inferd.engine.attention.whole import WholeRows, attend_whole
 from inferd.engine.core.kv.spec import KVSpec
 from inferd.kernels.common.ops import Ops
 
@@ -100,6 +101,12 @@ class TorchBackend(AttentionBackend):
 
     def build(self, geometry: BatchGeometry) -> TorchMetadata:
         return TorchMetadata(geometry, self._min_saved_tokens)
+
+    def build_whole(self, row_lens: Sequence[int], device: torch.device) -> WholeRows:
+        return WholeRows.of(row_lens, device)
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, metadata: WholeRows, scale: float) -> Tensor:
+        return attend_whole(q, k, v, metadata, scale)
 
     def attend(
         self,

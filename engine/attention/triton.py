@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inferd.engine.attention.base import AttentionBackend, BatchGeometry, StaticGeometry
-from inferd.engine.core.kv.spec import KVSpec
+from inferd.engine.core.kv.spec import EncoderOnlySpec, KVSpec
 from inferd.kernels.common.ops import Ops
 from inferd.kernels.paged_attention.triton_prefixes import Prefixes
 
@@ -71,6 +71,7 @@ class TritonMetadata:
 
 class TritonBackend(AttentionBackend):
     name = "TRITON_ATTN"
+    device_types = ("cuda",)
 
     def __init__(self, ops: Ops, min_saved_tokens: int = MIN_SAVED_TOKENS) -> None:
         """Keys and values are stored by `ops`, whichever they are; attention is always this backend's own kernels."""
@@ -79,6 +80,8 @@ class TritonBackend(AttentionBackend):
     def supports(
         self, spec: KVSpec, device: torch.device, window: int | None, softcap: float | None = None
     ) -> str | None:
+        if isinstance(spec, EncoderOnlySpec):
+            return "it has no kernels for attention without a KV cache"
         if device.type != "cuda":
             return f"it runs on CUDA cards, not on {device.type}"
         if find_spec("triton") is None:

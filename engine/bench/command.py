@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from inferd.engine.bench.copying import measure_copying
+from inferd.engine.bench.feed_cost import measure_feed_cost
 from inferd.engine.bench.gpu import add_gpu_options, run_gpu_suite
 from inferd.engine.bench.gpu_report import GpuReport
 from inferd.engine.bench.peers import Inferd, Peer, Transformers
@@ -23,6 +25,8 @@ from inferd.engine.frontend.llm import LLM
 from inferd.engine.layers.target import TORCH_DTYPES
 from inferd.engine.resolve import resolve
 
+FEED_ROW = "feed"
+COPY_ROW = "copy"
 QUALITY_QUESTIONS = (
     "What is the capital of France?",
     "Write a short story about a lighthouse.",
@@ -53,14 +57,22 @@ def run(options: argparse.Namespace) -> Report:
     args = EngineArgs(model=str(options.model), dtype=options.dtype, kernels=options.kernels)
     config = resolve(args)
     load_s = _time_to_ready(args)
-    peers: list[Peer] = [Inferd(LLM(args.model, in_process=True, dtype=args.dtype, kernels=args.kernels))]
+    ours = Inferd(LLM(args.model, in_process=True, dtype=args.dtype, kernels=args.kernels))
+    peers: list[Peer] = [ours]
     if options.peer == "transformers":
         peers.append(Transformers(options.model, TORCH_DTYPES[config.dtype]))
     rows = measure(peers, _workloads(options.rows), config.model.vocab_size, _progress)
+    feed = None
+    if options.rows is None or FEED_ROW in options.rows.split(","):
+        (b32,) = _workloads("b32")
+        feed = measure_feed_cost(ours, b32, config.model.vocab_size, _progress)
     for peer in peers:
         peer.close()
+    is_copied = options.rows is None or COPY_ROW in options.rows.split(",")
+    copying = measure_copying(args, _progress) if is_copied else None
     quality = measure_quality(args, _quality_prompts(options.model)) if options.quality else None
-    return Report(_machine(), config.model.path.name, config.dtype, load_s, rows, quality, list(config.decisions))
+    decisions = list(config.decisions)
+    return Report(_machine(), config.model.path.name, config.dtype, load_s, rows, quality, decisions, feed, copying)
 
 
 def _progress(text: str) -> None:
@@ -97,12 +109,29 @@ def _machine() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = ", ".join(workload.name for workload in CPU_SUITE)
+    names = ", ".join([*(workload.name for workload in CPU_SUITE), FEED_ROW, COPY_ROW])
     parser = argparse.ArgumentParser(prog="inferd bench", description=__doc__)
-    parser.add_argument("--suite", default="cpu", choices=["cpu", "gpu"])
-    parser.add_argument("--model", type=Path, help="a model folder; the GPU suite makes its own")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"])
+    parser.add_argument(
+        "--suite",
+        default="cpu",
+        choices=["cpu", "gpu"],
+        help="cpu: a model of the library, on what this machine has; gpu: shapes of an 8B model, on a card; default cpu",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a name of the library, or a model folder; the GPU suite makes its own"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="what weights and activations are computed in; default auto: what an engine takes here by itself",
+    )
+    parser.add_argument(
+        "--kernels",
+        default="auto",
+        choices=["auto", "native", "torch"],
+        help="native: our own kernels, or an error where they cannot run; torch: their plain twins; default auto",
+    )
     parser.add_argument("--peer", choices=["transformers"], help="time this one too, in the same run")
     parser.add_argument("--rows", help=f"comma-separated workloads out of: {names}")
     parser.add_argument("--no-quality", dest="quality", action="store_false", help="leave out the float32 comparison")

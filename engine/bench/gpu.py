@@ -41,8 +41,10 @@ def run_gpu_suite(options: argparse.Namespace) -> GpuReport:
 
 def add_gpu_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the GPU suite", f"rows: {', '.join(row.name for row in GPU_SUITE)}")
-    group.add_argument("--attention-backend", default="auto")
-    group.add_argument("--cudagraph-mode", default="auto")
+    group.add_argument("--attention-backend", default="auto", help="as the engine's option; default auto")
+    group.add_argument(
+        "--cudagraph-mode", default="auto", help="which steps are replayed as CUDA graphs: NONE, FULL, …; default auto"
+    )
     group.add_argument("--rounds", type=int, default=2, help="the best counts; 0: only the profile")
     group.add_argument("--profile", action="store_true", help="also milliseconds per part of a decode step")
     group.add_argument("--in-process", action="store_true", help="the engine in this process, not one of its own")

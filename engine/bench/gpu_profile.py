@@ -19,7 +19,7 @@ from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import ModelRunnerOutput, SchedulerOutput
 from inferd.engine.core.step import EngineCore
 from inferd.engine.executor.base import Executor, OnFailure
-from inferd.engine.messages import AddRequest
+from inferd.engine.messages import AddRequest, MemoryRecord, SleepReport, WakeReport
 from inferd.engine.params import SamplingParams
 from inferd.engine.resolve import resolve
 
@@ -82,8 +82,26 @@ class TimedExecutor:
         self.marks.append(time.perf_counter())
         return future
 
+    def load_lora(self, adapter_id: int, path: str) -> str:
+        return self._inner.load_lora(adapter_id, path)
+
+    def unload_lora(self, adapter_id: int) -> None:
+        self._inner.unload_lora(adapter_id)
+
     def on_failure(self, callback: OnFailure) -> None:
         self._inner.on_failure(callback)
+
+    def sleep_refusal(self) -> str | None:
+        return self._inner.sleep_refusal()
+
+    def sleep(self, level: int) -> SleepReport:
+        return self._inner.sleep(level)
+
+    def wake(self, tags: Sequence[str]) -> WakeReport:
+        return self._inner.wake(tags)
+
+    def memory(self) -> list[MemoryRecord]:
+        return self._inner.memory()
 
     def shutdown(self) -> None:
         self._inner.shutdown()

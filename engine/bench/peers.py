@@ -31,6 +31,7 @@ class Inferd:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
+        self.insight = llm.insight
 
     def generate(self, prompts: list[list[int]], workload: Workload) -> None:
         outputs = self._llm.generate(prompts, workload.params(), progress=False)

@@ -20,6 +20,7 @@ from inferd.engine.params import SamplingParams
 from inferd.engine.resolve import resolve
 from inferd.engine.sampling.batch import SamplingBatch
 from inferd.engine.sampling.sampler import Sampler
+from inferd.engine.worker.runner import ModelRunner
 
 NUM_TEXTS = 20
 TOKENS_PER_TEXT = 100
@@ -91,7 +92,9 @@ def _write(args: EngineArgs, sampler: Author | Follower, prompts: list[list[int]
     executor = make_executor(resolve(args))
     assert isinstance(executor, UniProcExecutor)
     core = EngineCore(resolve(args), executor)
-    executor.worker.runner.sampler = sampler
+    runner = executor.worker.runner
+    assert isinstance(runner, ModelRunner)
+    runner.sampler = sampler
     for index in range(NUM_TEXTS):
         params = SamplingParams(max_tokens=TOKENS_PER_TEXT, ignore_eos=True, seed=index)
         core.add(AddRequest(f"text-{index}", prompts[index % len(prompts)], params, arrival_time_s=0.0))

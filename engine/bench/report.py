@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from inferd.engine.bench.copying import CopyingGain
+from inferd.engine.bench.feed_cost import FeedCost
 from inferd.engine.bench.quality import Quality
 from inferd.engine.bench.timing import Row
 
@@ -18,13 +20,19 @@ class Report:
     rows: list[Row]
     quality: Quality | None
     decisions: list[str]
+    feed: FeedCost | None = None
+    copying: CopyingGain | None = None
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 
     def as_text(self) -> str:
         lines = [f"{self.model}, {self.dtype}, on {self.machine}", f"start to ready: {self.load_s:.1f} s", ""]
-        lines += self._table()
+        lines += self._table() if self.rows else []
+        if self.feed is not None:
+            lines += ["", str(self.feed)]
+        if self.copying is not None:
+            lines += ["", str(self.copying)]
         if self.quality is not None:
             q = self.quality
             lines += [

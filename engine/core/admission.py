@@ -17,6 +17,7 @@ class WaitReason(enum.Enum):
     TOKEN_ON_ITS_WAY = "token_on_its_way"  # preempted while its newest token was computed, which comes first
     PAUSED = "paused"
     GRAMMAR_COMPILING = "grammar_compiling"
+    ADAPTER_SLOTS = "adapter_slots"  # adapters that run requests, this one's among them
 
 
 @dataclass(frozen=True, slots=True)

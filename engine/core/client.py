@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from inferd.engine.build import build_engine
 from inferd.engine.config import EngineArgs
+from inferd.engine.core.inbox import Inbox, InboxReader, OnFeed, pass_on
 from inferd.engine.core.launch import OnLine
 from inferd.engine.core.link import EngineLink
 from inferd.engine.errors import EngineDeadError, EngineError, InvalidRequest
@@ -43,6 +44,7 @@ class EngineCoreClient(Protocol):
     """The synchronous seam. One thread uses it. `AsyncMPClient` has the same methods as coroutines."""
 
     ready: EngineReady
+    on_feed: OnFeed | None  # gets what the engine tells of itself, once "subscribe" was called
 
     def add(self, request: AddRequest) -> None: ...
 
@@ -66,6 +68,7 @@ class InprocClient:
 
     def __init__(self, args: EngineArgs) -> None:
         self._core, self.ready = build_engine(args)
+        self.on_feed: OnFeed | None = None
         self._kv_events: list[KVEvent] = []
         self._pending: list[EngineOutput] = []
         self._death: str | None = None
@@ -75,9 +78,10 @@ class InprocClient:
         self._check_alive()
         try:
             self._core.add(request)
-        except EngineError as error:
+        except Exception as error:  # whatever it is, it is this request's
             param = error.param if isinstance(error, InvalidRequest) else None
-            refused = EngineOutput(request.request_id, [], FinishReason.ERROR, error=str(error), error_param=param)
+            said = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            refused = EngineOutput(request.request_id, [], FinishReason.ERROR, error=said, error_param=param)
             self._pending.append(refused)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -87,10 +91,12 @@ class InprocClient:
     def call(self, method: str, *args: Any) -> Any:
         self._check_alive()
         reply = self._core.call(Call(0, method, list(args)))
+        pass_on(EngineOutputs(feed=self._core.insight.take_update()), self.on_feed)
         while reply is None:
             outputs = self._step()
             self._pending += outputs.outputs
             self._kv_events += outputs.kv_events
+            pass_on(outputs, self.on_feed)
             reply = outputs.reply
         return _result_of(reply)
 
@@ -100,9 +106,13 @@ class InprocClient:
         pending, self._pending = self._pending, []
         kv_events, self._kv_events = self._kv_events, []
         if pending or not self._core.has_work:
-            return EngineOutputs(pending, self._core.stats(), kv_events=kv_events + self._core.take_kv_events())
-        outputs = self._step()
-        outputs.kv_events = kv_events + outputs.kv_events
+            kv_events += self._core.take_kv_events()
+            feed = self._core.insight.take_update()
+            outputs = EngineOutputs(pending, self._core.stats(), kv_events=kv_events, feed=feed)
+        else:
+            outputs = self._step()
+            outputs.kv_events = kv_events + outputs.kv_events
+        pass_on(outputs, self.on_feed)
         return outputs
 
     def _step(self) -> EngineOutputs:
@@ -140,6 +150,7 @@ class MPClient:
         self._close = weakref.finalize(self, self._link.close)
         self._call_ids = itertools.count()
         self._kept: deque[EngineOutputs] = deque()
+        self.on_feed: OnFeed | None = None
         try:
             self.ready = self._link.wait_ready(start_timeout_s)
         except BaseException:
@@ -156,10 +167,10 @@ class MPClient:
         call_id = next(self._call_ids)
         self._link.send(Call(call_id, method, list(args)))
         while True:
-            outputs = self._link.receive(None)
+            outputs = self._receive(None)
             if outputs is None:
                 continue
-            if outputs.outputs:
+            if outputs.outputs or outputs.kv_events:
                 self._kept.append(outputs)
             if outputs.reply is not None and outputs.reply.call_id == call_id:
                 return _result_of(outputs.reply)
@@ -170,11 +181,17 @@ class MPClient:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            outputs = self._link.receive(left_s)
-            if outputs is not None and outputs.outputs:
+            outputs = self._receive(left_s)
+            if outputs is not None and (outputs.outputs or outputs.kv_events):
                 return outputs
             if left_s == 0.0:
                 return EngineOutputs()
+
+    def _receive(self, timeout_s: float | None) -> EngineOutputs | None:
+        outputs = self._link.receive(timeout_s)
+        if outputs is not None:
+            pass_on(outputs, self.on_feed)
+        return outputs
 
     def shutdown(self, drain_s: float = 0.0) -> None:
         if self._link.death is None:
@@ -186,7 +203,7 @@ class MPClient:
 class AsyncMPClient:
     """An engine process used from one event loop; a thread reads its socket for as long as it lives."""
 
-    def __init__(self, link: EngineLink, inbox: _Inbox) -> None:
+    def __init__(self, link: EngineLink, inbox: Inbox) -> None:
         """For `start`."""
         self._link = link
         self._inbox = inbox
@@ -204,8 +221,8 @@ class AsyncMPClient:
     ) -> AsyncMPClient:
         """To be called on the main thread. Raises what kept the engine from starting; cancelling it ends the engine."""
         link = EngineLink(args, run_dir, on_line)
-        inbox = _Inbox()
-        reader = _Reader(link, inbox, asyncio.get_running_loop())
+        inbox = Inbox()
+        reader = InboxReader(link, inbox, asyncio.get_running_loop())
         threading.Thread(target=reader.run, args=(start_timeout_s,), name="engine-reader", daemon=True).start()
         try:
             await asyncio.shield(inbox.ready)
@@ -228,6 +245,15 @@ class AsyncMPClient:
     def last_heartbeat_s(self) -> float:
         """Monotonic time of the engine's last message of any kind."""
         return self._inbox.last_heartbeat_s
+
+    @property
+    def on_feed(self) -> OnFeed | None:
+        """Called on the event loop."""
+        return self._inbox.on_feed
+
+    @on_feed.setter
+    def on_feed(self, on_feed: OnFeed | None) -> None:
+        self._inbox.on_feed = on_feed
 
     @property
     def stats(self) -> SchedulerStats:
@@ -274,91 +300,6 @@ class AsyncMPClient:
                 self._link.process.kill()
                 raise
         await self._inbox.closed.wait()
-
-
-class _Inbox:
-    """What came from the engine; touched by the event loop alone. Death comes after all that was said before."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[EngineReady] = loop.create_future()
-        self.closed = asyncio.Event()  # the engine is gone and everything of it is cleared up
-        self.replies: dict[int, asyncio.Future[CallReply]] = {}
-        self.last_heartbeat_s = time.monotonic()
-        self.stats = SchedulerStats()
-        self._death: EngineError | None = None
-        self._outputs: deque[EngineOutputs] = deque()
-        self._changed = asyncio.Event()
-
-    def expect(self, call_id: int) -> asyncio.Future[CallReply]:
-        reply: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
-        self.replies[call_id] = reply
-        return reply
-
-    async def get(self) -> EngineOutputs:
-        while not self._outputs:
-            if self._death is not None:
-                raise EngineDeadError(str(self._death))
-            self._changed.clear()
-            await self._changed.wait()
-        return self._outputs.popleft()
-
-    def put_ready(self, ready: EngineReady) -> None:
-        if not self.ready.done():
-            self.ready.set_result(ready)
-
-    def put(self, outputs: EngineOutputs) -> None:
-        self.last_heartbeat_s = time.monotonic()
-        self.stats = outputs.stats or self.stats
-        if outputs.reply is not None:
-            reply = self.replies.get(outputs.reply.call_id)
-            if reply is not None and not reply.done():
-                reply.set_result(outputs.reply)
-        if outputs.outputs:
-            self._outputs.append(outputs)
-            self._changed.set()
-
-    def put_death(self, death: EngineError) -> None:
-        self._death = death
-        if not self.ready.done():
-            self.ready.set_exception(death)
-        for reply in self.replies.values():
-            if not reply.done():
-                reply.set_exception(EngineDeadError(str(death)))
-        self._changed.set()
-
-
-class _Reader:
-    """The thread between an engine's socket and the event loop. It closes the link when the engine is gone."""
-
-    def __init__(self, link: EngineLink, inbox: _Inbox, loop: asyncio.AbstractEventLoop) -> None:
-        self._link = link
-        self._inbox = inbox
-        self._loop = loop
-
-    def run(self, start_timeout_s: float) -> None:
-        death = self._receive_all(start_timeout_s)
-        self._tell(self._inbox.put_death, death)  # before the clearing up, which may take seconds
-        self._link.close()
-        self._tell(self._inbox.closed.set)
-
-    def _receive_all(self, start_timeout_s: float) -> EngineError:
-        try:
-            self._tell(self._inbox.put_ready, self._link.wait_ready(start_timeout_s))
-            while True:
-                outputs = self._link.receive(None)
-                if outputs is not None:
-                    self._tell(self._inbox.put, outputs)
-        except EngineError as error:
-            return error
-        except Exception as error:  # whatever it is, those who wait must hear of it
-            return self._link.mark_dead(f"its messages cannot be handled: {type(error).__name__}: {error}")
-
-    def _tell(self, function: Callable[..., None], *args: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed, and with it everybody who could be told
-            self._link.process.kill()
 
 
 def _result_of(reply: CallReply) -> Any:

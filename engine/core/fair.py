@@ -117,6 +117,12 @@ class FairRequestQueue:
         self._settle((running,))
         running.client.num_running -= 1
 
+    def set_aside(self, request: Request) -> None:
+        self._leave(request)
+
+    def add_back(self, request: Request) -> None:
+        self.add(request)
+
     def standing(self, request: Request) -> Standing:
         return self._classes[request.lane], 0
 

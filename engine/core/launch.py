@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from inferd.engine.config import EngineArgs
+from inferd.engine.core.lines import LogRelay, child_level
 from inferd.engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class StartFile(msgspec.Struct, forbid_unknown_fields=True):
     death_fd: int  # the read end of a pipe whose other end only the parent has
     parent_pid: int
     kernel_signal: bool  # the parent's main thread started it, see `die_with_parent`
+    log_level: str = "INFO"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class EngineProcess:
     def __init__(self, args: EngineArgs, paths: EnginePaths, on_line: OnLine | None = None) -> None:
         self.paths = paths
         self._lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._on_line = on_line or _log_line
+        self._on_line = on_line or LogRelay()
         death_fd, self._death_pipe = os.pipe()
         self.exit_fd, self._exit_write_fd = os.pipe()
         try:
@@ -184,6 +186,7 @@ def _write_start_file(args: EngineArgs, paths: EnginePaths, death_fd: int) -> No
         death_fd=death_fd,
         parent_pid=os.getpid(),
         kernel_signal=threading.current_thread() is threading.main_thread(),
+        log_level=child_level(),
     )
     fd = os.open(paths.start_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as file:
@@ -206,7 +209,3 @@ def _popen(paths: EnginePaths, death_fd: int) -> subprocess.Popen[str]:
         encoding="utf-8",
         errors="replace",
     )
-
-
-def _log_line(line: str) -> None:
-    logger.info("engine: %s", line)

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from inferd.engine.logprobs import PromptChunk, TokenLogprobs
+from inferd.engine.lora.adapter import NO_ADAPTER
 from inferd.engine.messages import MultimodalFeature
 from inferd.engine.params import SamplingParams
+from inferd.engine.pooling.params import PoolingInput
 
 BlockIds = tuple[list[int], ...]
 
@@ -28,6 +30,8 @@ class NewRequest(msgspec.Struct, array_like=True):
     num_computed_tokens: int
     features: list[MultimodalFeature] | None = None
     num_prompt_logprobs: int = 0  # of the first tokens after the prompt's very first: these have been computed before
+    pooling: PoolingInput | None = None
+    lora_id: int = NO_ADAPTER
 
 
 class KnownRequests(msgspec.Struct, array_like=True):
@@ -57,6 +61,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     shared_prefixes: list[SharedPrefix]  # disjoint
     finished_ids: list[str]  # forget these; sent even when nothing else runs
     preempted_ids: list[str]  # forget these too; they come back as new
+    drafts: dict[str, list[int]] = {}  # guesses that follow on all known tokens, to be checked; counted in the above
+    num_drafts_wanted: dict[str, int] = {}  # how many guesses are to be made after this step, at most
 
     @property
     def is_empty(self) -> bool:
@@ -74,10 +80,24 @@ class GrammarBitmask(msgspec.Struct, array_like=True):
     words: Any  # numpy i32 [rows, ceil(vocab / 32)]; bit `id % 32` of word `id // 32`: whether the token may come
 
 
+class GraphUse(msgspec.Struct, array_like=True, frozen=True):
+    """A captured step that was replayed."""
+
+    mode: str  # "decode", "decode_shared" where prefixes are attended once, "decode_lora" where rows have adapters
+    size: int  # rows it was captured for
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """Sampled tokens by request id: none for a chunk that did not reach the request's last known token."""
+    """Sampled tokens by request id: none for a chunk that did not reach the request's last known token.
+
+    Of a request with drafts: those that stand, and what was sampled in place of the first that does not, or on top.
+    """
 
     sampled_token_ids: dict[str, list[int]]
     errors: dict[str, str] = {}  # request id → why it cannot go on; the others do
     logprobs: dict[str, TokenLogprobs] = {}  # of the sampled tokens, for requests that want them
     prompt_logprobs: dict[str, PromptChunk] = {}  # of the prompt tokens that this step went over
+    pooled: dict[str, bytes] = {}  # f32, of requests that pool and whose last token this step computed
+    num_corrupted: int = 0  # of `errors`: the model computed logits that are no numbers
+    graph: GraphUse | None = None  # None: the step ran eagerly
+    drafts: dict[str, list[int]] = {}  # guesses that follow on what was sampled

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from inferd.engine.core.heartbeat import Heartbeat
 from inferd.engine.core.link import bind, make_socket
 from inferd.engine.core.step import EngineCore
-from inferd.engine.errors import EngineError, InvalidRequest
+from inferd.engine.errors import EngineError, InvalidRequest, RequestFailed
 from inferd.engine.messages import (
     ENGINE_DEAD,
     Abort,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 HELD_S = 0.001  # until requests are looked at again when all of them wait for something that is not ours
+LONGEST_CALL_S = 600.0  # a control call that takes longer hangs, and the engine falls silent
 LAST_WORDS_S = 5.0  # how long an ending engine tries to hand over what it still has to say
 
 
@@ -105,9 +107,18 @@ class EngineCoreProc:
     """
 
     def __init__(
-        self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], input_socket: Path, output: OutputChannel
+        self,
+        core: EngineCore,
+        context: zmq.Context[zmq.Socket[bytes]],
+        input_socket: Path,
+        output: OutputChannel,
+        *,
+        step_timeout_s: float = 300.0,
     ) -> None:
+        """A step that takes longer than `step_timeout_s` hangs: the engine falls silent."""
         self._core = core
+        self._step_timeout_s = step_timeout_s
+        self._heartbeat = Heartbeat(lambda: output.put(EngineOutputs()), HEARTBEAT_S)
         self._output = output
         self._input = make_socket(context, zmq.PULL)  # from here on the input thread's
         bind(self._input, input_socket)
@@ -139,6 +150,7 @@ class EngineCoreProc:
         try:
             with self._terminate_on_signal():
                 self._output.put(ready)
+                self._heartbeat.start()
                 self._loop()
         except Exception:
             logger.critical("the engine failed and ends; %s", self._core.stats(), exc_info=True)
@@ -150,7 +162,9 @@ class EngineCoreProc:
         while not self._has_stopped():
             self._take_messages()
             if self._core.has_work:
-                self._send(self._core.step(self._drain_aborts))
+                with self._heartbeat.busy("a step", self._step_timeout_s):
+                    outputs = self._core.step(self._drain_aborts)
+                self._send(outputs)
 
     def _has_stopped(self) -> bool:
         if self._terminated and self._stop_at_s is None:
@@ -164,14 +178,16 @@ class EngineCoreProc:
         return True
 
     def _take_messages(self) -> None:
-        """All that wait; an idle engine blocks for one, and says from time to time that it is alive."""
+        """All that wait; an idle engine blocks for one, and looks up from time to time for what it has to tell."""
         has_work = self._core.has_work
+        due_in_s = self._core.insight.due_in_s
+        idle_s = HEARTBEAT_S if due_in_s is None else min(due_in_s, HEARTBEAT_S)
         try:
             message = self._ordered.get(
-                block=not has_work or self._core.is_held, timeout=HELD_S if has_work else HEARTBEAT_S
+                block=not has_work or self._core.is_held, timeout=HELD_S if has_work else idle_s
             )
         except queue.Empty:
-            self._send(EngineOutputs())
+            self._send(EngineOutputs(feed=self._core.insight.take_update()))
             return
         while True:
             self._handlers[type(message)](message)
@@ -183,7 +199,8 @@ class EngineCoreProc:
     def _send(self, outputs: EngineOutputs) -> None:
         """An empty message goes out only as a heartbeat."""
         now_s = time.monotonic()
-        if outputs.outputs or outputs.reply is not None or now_s - self._last_sent_s >= HEARTBEAT_S:
+        has_content = outputs.outputs or outputs.reply or outputs.kv_events or outputs.feed
+        if has_content or now_s - self._last_sent_s >= HEARTBEAT_S:
             self._output.put(outputs)
             self._last_sent_s = now_s
 
@@ -203,11 +220,13 @@ class EngineCoreProc:
 
     def _call(self, message: Call) -> None:
         if self._stop_at_s is None:
-            reply = self._core.call(message)
+            with self._heartbeat.busy(message.method, LONGEST_CALL_S):
+                reply = self._core.call(message)
         else:
             reply = CallReply(message.call_id, error="the engine is shutting down")
         if reply is not None:
-            self._send(EngineOutputs(reply=reply, kv_events=self._core.take_kv_events()))
+            feed = self._core.insight.take_update()
+            self._send(EngineOutputs(reply=reply, kv_events=self._core.take_kv_events(), feed=feed))
 
     def _fail(self, message: _ExecutorFailed) -> None:
         raise message.error
@@ -268,7 +287,7 @@ class EngineCoreProc:
             self._refuse(add.request_id, error)
         except Exception as error:
             logger.exception("request %s could not be taken in", add.request_id)
-            self._refuse(add.request_id, error)
+            self._refuse(add.request_id, RequestFailed(f"it could not be taken in: {type(error).__name__}: {error}"))
 
     def _reject_frame(self, frame: bytes, error: Exception) -> None:
         """Ends the request that the frame wanted to add, if it can still be seen which that was."""

@@ -40,6 +40,14 @@ class RequestQueue(Protocol):
         """A request that ran has ended."""
         ...
 
+    def set_aside(self, request: Request) -> None:
+        """It leaves the queue, and what is counted of it stays, until `add_back`."""
+        ...
+
+    def add_back(self, request: Request) -> None:
+        """One that was set aside is in its place again, as its priority and its arrival have it."""
+        ...
+
     def standing(self, request: Request) -> Standing:
         """Where it stands among the running ones, which get their tokens in this order; the last is preempted first.
 
@@ -85,6 +93,15 @@ class FCFSRequestQueue:
     def release(self, request: Request) -> None:
         """Nothing is kept of those that run."""
 
+    def set_aside(self, request: Request) -> None:
+        self.remove(request.request_id)
+
+    def add_back(self, request: Request) -> None:
+        later = [other for other in self._requests.values() if other.number > request.number]
+        self.add(request)
+        for other in later:
+            self._requests.move_to_end(other.request_id)
+
     def standing(self, request: Request) -> Standing:
         return 0, 0
 
@@ -114,9 +131,8 @@ class PriorityRequestQueue:
 
     def peek(self) -> Request:
         while self._heap:
-            _, number, request_id = self._heap[0]
-            request = self._requests.get(request_id)
-            if request is not None and request.number == number:
+            request = self._requests.get(self._heap[0][2])
+            if request is not None and _place(request) == self._heap[0]:
                 return request
             heapq.heappop(self._heap)
         raise IndexError("no request is waiting")
@@ -132,6 +148,12 @@ class PriorityRequestQueue:
 
     def release(self, request: Request) -> None:
         """Nothing is kept of those that run."""
+
+    def set_aside(self, request: Request) -> None:
+        self.remove(request.request_id)
+
+    def add_back(self, request: Request) -> None:
+        self.add(request)
 
     def standing(self, request: Request) -> Standing:
         return request.priority, request.number

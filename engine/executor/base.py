@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import ModelRunnerOutput, SchedulerOutput
+from inferd.engine.messages import MemoryRecord, SleepReport, WakeReport
 
 OnFailure = Callable[[Exception], None]
 
 
-class Executor(Protocol):
+class AdapterWorkers(Protocol):
+    """What all ranks do with adapters, of an engine that has them."""
+
+    def load_lora(self, adapter_id: int, path: str) -> str:
+        """What the files in that folder hold, as a digest that all ranks agree on.
+
+        Raises LoadError or NotSupported; then some ranks may hold the adapter, until `unload_lora`.
+        """
+        ...
+
+    def unload_lora(self, adapter_id: int) -> None:
+        """No step from now on has it. Unknown ids are ignored."""
+        ...
+
+
+class Executor(AdapterWorkers, Protocol):
     """Runs every worker of one engine. Calls come from the engine's own thread, futures resolve in order.
 
     `execute_model` then `sample_tokens`, once each per step: the gap between them is where a grammar's bitmask is
@@ -45,6 +61,29 @@ class Executor(Protocol):
     def on_failure(self, callback: OnFailure) -> None:
         """`callback` is told once, from any thread, when what computes is lost while nobody waits for a future; at once
         if it was lost before."""
+        ...
+
+    def sleep_refusal(self) -> str | None:
+        """Why the memory of these workers cannot be given back; None when it can."""
+        ...
+
+    def sleep(self, level: int) -> SleepReport:
+        """Give back all memory that has a tag, on every rank; for when no step is on its way.
+
+        At level 1 whatever lets it come back soon is kept, at level 2 nothing is. What is not there is let go of
+        further, or stays as it is. Steps that only forget requests may still be executed.
+        """
+        ...
+
+    def wake(self, tags: Sequence[str]) -> WakeReport:
+        """Have the memory with these tags again: weights as they were, keys and values of undefined content.
+
+        Raises LoadError when weights cannot be loaded as they were before; then any of it may be there or not.
+        """
+        ...
+
+    def memory(self) -> list[MemoryRecord]:
+        """By rank."""
         ...
 
     def shutdown(self) -> None: ...

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
+
+import msgspec
 
 from inferd.engine.config import EngineConfig
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from inferd.engine.errors import WorkerError
+from inferd.engine.errors import LoadError, WorkerError
 from inferd.engine.executor.base import OnFailure
 from inferd.engine.executor.calls import ByRank, PendingCalls
+from inferd.engine.executor.joint import joint_sleep, joint_wake
 from inferd.engine.executor.shm import RingTimeout, RingWriter
 from inferd.engine.executor.watch import WorkerWatch
 from inferd.engine.executor.wire import (
@@ -27,6 +31,7 @@ from inferd.engine.executor.wire import (
     pack,
 )
 from inferd.engine.executor.workers import ASK_GRACE_S, Workers
+from inferd.engine.messages import MemoryRecord, SleepReport, WakeReport
 
 START_LIMIT_S = 600.0  # for loading, and for each other call that is no step
 WORKER_MODULE = "inferd.engine.executor.worker_main"
@@ -97,6 +102,29 @@ class MultiprocExecutor:
     def on_failure(self, callback: OnFailure) -> None:
         """`callback` is called once, from any thread, when a worker has failed; at once if that was before."""
         self._watch.on_failure(callback)
+
+    def sleep_refusal(self) -> str | None:
+        refusal: str | None = self.call_all("sleep_refusal")[OUTPUT_RANK]
+        return refusal
+
+    def sleep(self, level: int) -> SleepReport:
+        return joint_sleep(self.call_all("sleep", level).values())
+
+    def wake(self, tags: Sequence[str]) -> WakeReport:
+        return joint_wake(self.call_all("wake", list(tags)).values())
+
+    def memory(self) -> list[MemoryRecord]:
+        by_rank = self.call_all("memory")
+        return [msgspec.convert(by_rank[rank], MemoryRecord) for rank in sorted(by_rank)]
+
+    def load_lora(self, adapter_id: int, path: str) -> str:
+        digests = set(self.call_all("load_lora", adapter_id, path).values())
+        if len(digests) > 1:
+            raise LoadError(f"{path} was changed while the workers read it; try again")
+        return str(digests.pop())
+
+    def unload_lora(self, adapter_id: int) -> None:
+        self.call_all("unload_lora", adapter_id)
 
     def call_all(self, method: str, *args: Any) -> ByRank:
         """Every rank's answer to a call that `WorkerLoop` knows.

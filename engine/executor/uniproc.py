@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -10,6 +10,8 @@ from inferd.engine.config import EngineConfig
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec
 from inferd.engine.core.output import ModelRunnerOutput, SchedulerOutput
 from inferd.engine.executor.base import OnFailure
+from inferd.engine.executor.joint import joint_sleep, joint_wake
+from inferd.engine.messages import MemoryRecord, SleepReport, WakeReport
 from inferd.engine.worker.worker import Worker
 
 T = TypeVar("T")
@@ -55,8 +57,26 @@ class UniProcExecutor:
     def sample_tokens(self, bitmask: Any | None = None) -> Future[ModelRunnerOutput]:
         return self._begin(lambda: self.worker.sample_tokens(bitmask))
 
+    def load_lora(self, adapter_id: int, path: str) -> str:
+        return self._do(lambda: self.worker.load_lora(adapter_id, path))
+
+    def unload_lora(self, adapter_id: int) -> None:
+        self._do(lambda: self.worker.unload_lora(adapter_id))
+
     def on_failure(self, callback: OnFailure) -> None:
         """Never told: this worker fails in a call or not at all."""
+
+    def sleep_refusal(self) -> str | None:
+        return self.worker.sleep_refusal()
+
+    def sleep(self, level: int) -> SleepReport:
+        return joint_sleep([self._do(lambda: self.worker.sleep(level))])
+
+    def wake(self, tags: Sequence[str]) -> WakeReport:
+        return joint_wake([self._do(lambda: self.worker.wake(tags))])
+
+    def memory(self) -> list[MemoryRecord]:
+        return [self.worker.memory()]
 
     def shutdown(self) -> None:
         """After what was begun. Idempotent."""

@@ -12,7 +12,9 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from msgspec.structs import asdict
 
+from inferd.engine.core.lines import FORMAT
 from inferd.engine.core.parent import die_with_parent
 from inferd.engine.errors import EngineError
 from inferd.engine.executor.shm import RingReader, RingWriter
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None, make_worker: MakeWorker | None = None) -
         start = decode_start(file.read())
     die_with_parent(start.death_fd, start.parent_pid, kernel_signal=start.kernel_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process in order
-    form = f"%(asctime)s %(levelname)s %(name)s[{start.rank}]: %(message)s"
+    form = FORMAT.replace("%(name)s", f"%(name)s[{start.rank}]")
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
     WorkerLoop(start, make_worker or _make_worker).run()
 
@@ -77,6 +79,12 @@ class WorkerLoop:
             "available_kv_bytes": self._available_kv_bytes,
             "initialize_kv_cache": lambda config: self.worker.initialize_kv_cache(config),
             "warm_up": self._warm_up,
+            "load_lora": lambda adapter_id, path: self.worker.load_lora(adapter_id, path),
+            "unload_lora": lambda adapter_id: self.worker.unload_lora(adapter_id),
+            "sleep_refusal": lambda: self.worker.sleep_refusal(),
+            "sleep": lambda level: self.worker.sleep(level),
+            "wake": lambda tags: self.worker.wake(tags),
+            "memory": lambda: asdict(self.worker.memory()),
         }
         """What a `RankCall` may name; nothing else of the worker can be reached by name."""
 

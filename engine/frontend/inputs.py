@@ -10,9 +10,12 @@ from typing import TypedDict, Unpack, cast
 import msgspec
 
 from inferd.engine.errors import ContextLengthExceeded, InvalidRequest, check_unicode
+from inferd.engine.frontend.lora import LoRARequest
 from inferd.engine.frontend.tokenizer import Tokenizer
-from inferd.engine.messages import AddRequest, MultimodalFeature
+from inferd.engine.messages import AddRequest, MultimodalFeature, PoolingInfo
 from inferd.engine.params import SamplingParams, token_ids_in
+from inferd.engine.pooling.checks import refuse_generation
+from inferd.engine.pooling.params import PoolingInput
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class RequestFields(TypedDict, total=False):
     lane: str
     cache_salt: str | None
     features: list[MultimodalFeature] | None
+    lora_request: LoRARequest | None
 
 
 @dataclass(frozen=True)
@@ -67,16 +71,24 @@ class PreparedRequest:
 class InputProcessor:
     """Checks prompts against one loaded model. Without a tokenizer only token ids are accepted."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        pooling: PoolingInfo | None = None,
+    ) -> None:
+        """`pooling`: of a model that pools, and then generates nothing."""
         self._tokenizer = tokenizer
+        self._pooling = pooling
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
 
     def process(self, prompt: Prompt, params: SamplingParams, **fields: Unpack[RequestFields]) -> PreparedRequest:
         """Raises `InvalidRequest` naming the field, `ContextLengthExceeded` when no token could be generated."""
-        for name in ("request_id", "client", "lane", "cache_salt"):
-            check_unicode(name, cast(str | None, fields.get(name)))
-        request_id = fields.get("request_id") or f"gen-{secrets.token_hex(8)}"
+        refuse_generation(self._pooling.tasks if self._pooling is not None else ())
+        check_fields(fields)
         text, token_ids = self._tokens(prompt)
         self._check_token_ids("prompt", token_ids)
         params = self._with_bad_words(params)
@@ -85,18 +97,7 @@ class InputProcessor:
         if room < 1:
             raise ContextLengthExceeded(len(token_ids), self._max_model_len)
         params, warnings = fit_max_tokens(params, room)
-        add = AddRequest(
-            request_id=f"{request_id}-{secrets.token_hex(4)}",
-            prompt_token_ids=token_ids,
-            params=params,
-            arrival_time_s=time.time(),
-            priority=fields.get("priority", 0),
-            client=fields.get("client", "local"),
-            lane=fields.get("lane", "interactive"),
-            cache_salt=fields.get("cache_salt"),
-            features=fields.get("features"),
-        )
-        return PreparedRequest(request_id, add, text, warnings)
+        return assemble(token_ids, params, text, warnings, fields)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, TokensPrompt):
@@ -114,16 +115,7 @@ class InputProcessor:
         return prompt, self._tokenizer.encode(prompt)
 
     def _check_token_ids(self, name: str, token_ids: list[int]) -> None:
-        if name == "prompt" and not token_ids:
-            raise InvalidRequest("the prompt is empty; give at least one token", param=name)
-        for token_id in token_ids:
-            if type(token_id) is not int:
-                raise InvalidRequest(f"a token id is a whole number, got {token_id!r}", param=name)
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
-            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
-            raise InvalidRequest(
-                f"token id {bad} is outside the model's vocabulary, 0 to {self._vocab_size - 1}", param=name
-            )
+        check_token_ids(name, token_ids, self._vocab_size)
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self._tokenizer is None:
@@ -144,6 +136,53 @@ class InputProcessor:
                 if token_ids and token_ids not in found:
                     found.append(token_ids)
         return msgspec.structs.replace(params, bad_words_token_ids=found)
+
+
+def check_fields(fields: RequestFields) -> None:
+    for name in ("request_id", "client", "lane", "cache_salt"):
+        check_unicode(name, cast(str | None, fields.get(name)))
+    lora = fields.get("lora_request")
+    check_unicode("lora_request", lora.lora_name if lora is not None else None)
+
+
+def assemble(
+    token_ids: list[int],
+    params: SamplingParams,
+    text: str | None,
+    warnings: list[str],
+    fields: RequestFields,
+    pooling: PoolingInput | None = None,
+) -> PreparedRequest:
+    """From what has been checked; the time of arrival is now."""
+    request_id = fields.get("request_id") or f"gen-{secrets.token_hex(8)}"
+    lora = fields.get("lora_request")
+    add = AddRequest(
+        request_id=f"{request_id}-{secrets.token_hex(4)}",
+        prompt_token_ids=token_ids,
+        params=params,
+        arrival_time_s=time.time(),
+        priority=fields.get("priority", 0),
+        client=fields.get("client", "local"),
+        lane=fields.get("lane", "interactive"),
+        cache_salt=fields.get("cache_salt"),
+        features=fields.get("features"),
+        pooling=pooling,
+        name=request_id,
+        lora=lora.lora_name if lora is not None else None,
+    )
+    return PreparedRequest(request_id, add, text, warnings)
+
+
+def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raises `InvalidRequest` naming the field."""
+    if name == "prompt" and not token_ids:
+        raise InvalidRequest("the prompt is empty; give at least one token", param=name)
+    for token_id in token_ids:
+        if type(token_id) is not int:
+            raise InvalidRequest(f"a token id is a whole number, got {token_id!r}", param=name)
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(f"token id {bad} is outside the model's vocabulary, 0 to {vocab_size - 1}", param=name)
 
 
 def _seed_after(seed: int, index: int) -> int:

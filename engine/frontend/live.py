@@ -35,6 +35,7 @@ class LiveChoice:
         self.add = add
         self.request = request
         self.num_output_tokens = 0
+        self.finish_reason: FinishReason | None = None
         self._delta = add.params.output_kind is OutputKind.DELTA
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, add.params)
         self._reader = LogprobReader(token_bytes)
@@ -111,6 +112,11 @@ class LiveRequest:
         self._times = RequestTimes(request.add.arrival_time_s, time.monotonic())
 
     @property
+    def arrival_s(self) -> float:
+        """Monotonic."""
+        return self._times.arrival_s
+
+    @property
     def unfinished(self) -> list[LiveChoice]:
         return [self.choices[index] for index in sorted(self._unfinished)]
 
@@ -127,6 +133,7 @@ class LiveRequest:
         report = self._report(choice, reason, stop_reason, now_s)
         if report is not None:
             report.error, report.error_param = output.error, output.error_param
+            report.pooled = output.pooled
         return report
 
     def abort(self, choice: LiveChoice, now_s: float) -> RequestOutput | None:
@@ -146,6 +153,7 @@ class LiveRequest:
         self, choice: LiveChoice, reason: FinishReason | None, stop_reason: int | str | None, now_s: float
     ) -> RequestOutput | None:
         if reason is not None:
+            choice.finish_reason = reason
             self._unfinished.discard(choice.index)
             if reason is FinishReason.ERROR:
                 self._unfinished.clear()  # the others are of no use to a caller who gets an error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +15,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from inferd.engine.config import EngineArgs
 from inferd.engine.errors import EngineDeadError, InvalidRequest
-from inferd.engine.frontend.inputs import Prompt, TokensPrompt
+from inferd.engine.frontend.inputs import PreparedRequest, Prompt
+from inferd.engine.frontend.insight import EngineInsight
 from inferd.engine.frontend.llm_engine import LLMEngine
+from inferd.engine.frontend.lora import LoRARequest, adapters_for
+from inferd.engine.frontend.model_names import model_folder
 from inferd.engine.frontend.outputs import RequestOutput
 from inferd.engine.frontend.tokenizer import Tokenizer
+from inferd.engine.lora.adapter import AdapterInfo
+from inferd.engine.messages import MemoryRecord, PoolingInfo, SchedulerStats, SleepReport, WakeReport
 from inferd.engine.params import OutputKind, SamplingParams
+from inferd.engine.pooling.inputs import PoolingPrompt
+from inferd.engine.pooling.offline import PoolingCalls, as_list
+from inferd.engine.pooling.outputs import PoolingOutput
+from inferd.engine.pooling.params import PoolingParams
 
 logger = logging.getLogger(__name__)
 
 
-class LLM:
-    """One loaded model; a context manager. `model` is a model folder, `engine_args` are fields of `EngineArgs`.
+class LLM(PoolingCalls):
+    """One loaded model; a context manager. `model` is a model folder or a name of the library, `engine_args` are fields
+    of `EngineArgs`.
 
     The engine runs in a process of its own unless `in_process` is set. `run_dir` holds its sockets; without one a
     private folder below the system's temporary one is used.
@@ -35,7 +45,7 @@ class LLM:
         self, model: str | Path, *, in_process: bool = False, run_dir: Path | None = None, **engine_args: Any
     ) -> None:
         """Raises `ConfigError`, `LoadError`, or `EngineDeadError` when the engine cannot start."""
-        args = EngineArgs(model=str(model), **engine_args)
+        args = EngineArgs(model=str(model_folder(model)), **engine_args)
         self._engine = LLMEngine.from_args(args, in_process=in_process, run_dir=run_dir)
 
     @property
@@ -47,26 +57,66 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """One output per prompt, in the order of the prompts; `params` for all of them or one for each.
+        """One output per prompt, in the order of the prompts; `params` and `lora_request` for all of them or one for
+        each.
 
         When a prompt is invalid, or the engine fails one, the others are aborted and the error is raised:
         `InvalidRequest`, `RequestFailed`. `progress` shows a bar if there is a terminal to show it on.
         """
-        batch = _as_list(prompts)
-        try:
-            self._add_all(batch, _params_for(params, len(batch)))
-            return self._run(len(batch), progress)
-        except EngineDeadError:
-            raise
-        except BaseException:
-            self._engine.abort_all()
-            raise
+        batch = as_list(prompts)
+        own_params, adapters = _params_for(params, len(batch)), adapters_for(lora_request, len(batch))
+        return self._finish_all(lambda: self._add_all(batch, own_params, adapters), len(batch), progress)
+
+    def add_lora(self, lora_request: LoRARequest) -> int:
+        """Load an adapter, unless it is there from that folder already; its id. Raises `EngineError`."""
+        return self._engine.add_lora(lora_request)
+
+    def remove_lora(self, lora_name: str) -> int:
+        """No prompt finds it from now on; how many requests still have it. Raises `EngineError`."""
+        return self._engine.remove_lora(lora_name)
+
+    def list_loras(self) -> list[AdapterInfo]:
+        return self._engine.list_loras()
+
+    @property
+    def pooling(self) -> PoolingInfo | None:
+        """What a model that pools can be asked for; None of one that generates."""
+        return self._engine.pooling
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content, as after a change of weights; False while any request holds blocks."""
         return bool(self._engine.call("reset_prefix_cache"))
+
+    def sleep(self, level: int = 1) -> SleepReport:
+        """Give the engine's memory back: at level 1 all but what lets it wake soon, at level 2 all.
+
+        Until `wake` prompts are refused, since nothing else could wake it meanwhile. Raises `EngineError`.
+        """
+        return msgspec.convert(self._engine.call("sleep", level, "wait", "refuse"), SleepReport)
+
+    def wake(self, tags: Sequence[str] | None = None) -> WakeReport:
+        """Have it again, all of it or what has these tags ("weights", "kv_cache"). Raises `EngineError`."""
+        return msgspec.convert(self._engine.call("wake", None if tags is None else list(tags)), WakeReport)
+
+    def is_sleeping(self) -> bool:
+        """Whether any of it is missing."""
+        return bool(self._engine.call("is_sleeping"))
+
+    def memory(self) -> list[MemoryRecord]:
+        """By rank."""
+        return msgspec.convert(self._engine.call("memory"), list[MemoryRecord])
+
+    def stats(self) -> SchedulerStats:
+        """As of the last step."""
+        return SchedulerStats(**self._engine.call("stats"))
+
+    @property
+    def insight(self) -> EngineInsight:
+        """What is going on in the engine."""
+        return self._engine.insight
 
     def shutdown(self) -> None:
         """Idempotent."""
@@ -78,12 +128,32 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
 
-    def _add_all(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
-        for index, (prompt, own_params) in enumerate(zip(prompts, params, strict=True)):
+    def _pool(self, prompts: Sequence[PoolingPrompt], params: PoolingParams, progress: bool) -> list[PoolingOutput]:
+        def add_all() -> None:
+            for index, prompt in enumerate(prompts):
+                request = self._engine.add_pooling_request(prompt, params, request_id=str(index))
+                _warn(index, request)
+
+        return [PoolingOutput.of(output) for output in self._finish_all(add_all, len(prompts), progress)]
+
+    def _finish_all(self, add_all: Callable[[], None], num_prompts: int, progress: bool) -> list[RequestOutput]:
+        try:
+            add_all()
+            return self._run(num_prompts, progress)
+        except EngineDeadError:
+            raise
+        except BaseException:
+            self._engine.abort_all()
+            raise
+
+    def _add_all(self, prompts: list[Prompt], params: list[SamplingParams], adapters: list[LoRARequest | None]) -> None:
+        for adapter in dict.fromkeys(adapters):
+            if adapter is not None and adapter.lora_path is not None:
+                self._engine.add_lora(adapter)
+        for index, (prompt, own_params, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
             final = msgspec.structs.replace(own_params, output_kind=OutputKind.FINAL_ONLY)
-            request = self._engine.add_request(prompt, final, request_id=str(index))
-            for warning in request.warnings:
-                logger.warning("prompt %d: %s", index, warning)
+            named = LoRARequest(adapter.lora_name) if adapter is not None else None
+            _warn(index, self._engine.add_request(prompt, final, request_id=str(index), lora_request=named))
 
     def _run(self, num_prompts: int, progress: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
@@ -97,10 +167,9 @@ class LLM:
         return [outputs[index] for index in range(num_prompts)]
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | TokensPrompt) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _warn(index: int, request: PreparedRequest) -> None:
+    for warning in request.warnings:
+        logger.warning("prompt %d: %s", index, warning)
 
 
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:

@@ -49,6 +49,7 @@ class RequestOutput:
     error: str | None = None  # why the engine gave up on this request, with `FinishReason.ERROR`
     error_param: str | None = None  # the field of the request that is to blame; without it, the engine is
     prompt_logprobs: list[TokenAlternatives | None] | None = None  # None first; with `OutputKind.DELTA` told once
+    pooled: bytes | None = None  # f32 in the machine's byte order, of a request for a vector or score
 
     def failure(self, subject: str = "") -> EngineError:
         """The error that `error` stands for, for whoever raises it."""

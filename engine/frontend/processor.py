@@ -12,6 +12,7 @@ from inferd.engine.frontend.inputs import PreparedRequest
 from inferd.engine.frontend.live import LiveChoice, LiveRequest
 from inferd.engine.frontend.logprobs import TokenBytes
 from inferd.engine.frontend.outputs import RequestOutput, RequestOutputCollector
+from inferd.engine.frontend.stats import LatencyMeter
 from inferd.engine.frontend.tokenizer import Tokenizer
 from inferd.engine.messages import AddRequest, EngineOutput
 
@@ -35,6 +36,7 @@ class OutputProcessor:
         self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
         self._requests: dict[str, LiveRequest] = {}  # by internal id
         self._choices: dict[str, LiveChoice] = {}  # by the engine's id
+        self.meter: LatencyMeter | None = None
 
     @property
     def num_unfinished(self) -> int:
@@ -42,13 +44,15 @@ class OutputProcessor:
 
     def add(self, request: PreparedRequest, collector: RequestOutputCollector | None = None) -> list[AddRequest]:
         """What to send to the engine."""
-        live = LiveRequest(request, self._tokenizer, self._token_bytes, collector)
+        tokenizer = self._tokenizer if request.add.pooling is None else None  # a vector is no text
+        live = LiveRequest(request, tokenizer, self._token_bytes, collector)
         self._requests[live.internal_id] = live
         self._choices.update({choice.add.request_id: choice for choice in live.choices})
         return [choice.add for choice in live.choices]
 
-    def process(self, outputs: Iterable[EngineOutput]) -> ProcessedOutputs:
-        """Ids that are not (or no longer) live are passed over: the engine may not know yet that they ended.
+    def process(self, outputs: Iterable[EngineOutput], at: float = 0.0) -> ProcessedOutputs:
+        """Ids that are not (or no longer) live are passed over: the engine may not know yet that they ended. `at`: when
+        the engine had them, by its clock.
 
         A request whose text cannot be made fails, and the others do not notice.
         """
@@ -57,6 +61,8 @@ class OutputProcessor:
         for output in outputs:
             choice = self._choices.get(output.request_id)
             if choice is not None:
+                if self.meter is not None:
+                    self.meter.take(choice, output, at, now_s)
                 self._process_one(choice, output, now_s, processed)
         return processed
 
@@ -68,7 +74,9 @@ class OutputProcessor:
             live = self._requests.get(internal_id)
             for choice in live.unfinished if live is not None else ():
                 processed.ids_to_abort.append(choice.add.request_id)
-                self._deliver(choice.request, choice.request.abort(choice, now_s), processed)
+                report = choice.request.abort(choice, now_s)
+                self._measure_end(choice, now_s)
+                self._deliver(choice.request, report, processed)
         return processed
 
     def internal_ids(self, request_id: str | None = None) -> list[str]:
@@ -95,9 +103,14 @@ class OutputProcessor:
         for ended in before:
             if ended not in still:
                 del self._choices[ended.add.request_id]
+                self._measure_end(ended, now_s)
                 if ended is not choice or output.finish_reason is None:
                     processed.ids_to_abort.append(ended.add.request_id)
         self._deliver(live, report, processed)
+
+    def _measure_end(self, choice: LiveChoice, now_s: float) -> None:
+        if self.meter is not None:
+            self.meter.end(choice, now_s)
 
     def _deliver(self, live: LiveRequest, report: RequestOutput | None, processed: ProcessedOutputs) -> None:
         if report is None:

@@ -72,6 +72,29 @@ class Tokenizer:
         backend = self.backend if match_special_tokens else self._plain_backend()
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_texts(
+        self, text: str, second: str | None = None, *, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of one text or of a pair, as the tokenizer's own rules join it, and which text each token is of.
+
+        Where that is more than `max_tokens`, texts lose their ends, the longer one of a pair first; what the rules add
+        stays. Raises `InvalidRequest` for text that is not valid Unicode, or for a limit below what the rules add.
+        """
+        for given in (text, second or ""):
+            _check_unicode(given)
+        first = self.backend.encode(text, add_special_tokens=False)
+        other = None if second is None else self.backend.encode(second, add_special_tokens=False)
+        if max_tokens is not None:
+            room = max_tokens - self.backend.num_special_tokens_to_add(other is not None)
+            if room < 1:
+                raise InvalidRequest(f"{max_tokens} tokens leave no room for text", param="truncate_prompt_tokens")
+            keep, keep_other = _shares(len(first.ids), 0 if other is None else len(other.ids), room)
+            first.truncate(keep)
+            if other is not None:
+                other.truncate(keep_other)
+        joined = self.backend.post_process(first, other, add_special_tokens=True)
+        return joined.ids, joined.type_ids
+
     def guard_text(self, text: str, guard: str) -> str:
         """Breaks every special token in a user's text by a `guard` character, for `encode_chat` to take out again.
 
@@ -212,9 +235,21 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise LoadError(f"{path} is missing: a model folder needs a tokenizer.json to turn text into tokens")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise LoadError(f"{path} is not a tokenizer that can be read: {error}") from error
+    # What whoever saved it used for batches of his own: here it would cut texts in silence, and fill up short ones.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _shares(length: int, other_length: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts stay within `room`: the longer one loses its end first."""
+    if length + other_length <= room:
+        return length, other_length
+    shorter = min(length, other_length, room // 2)
+    return (shorter, room - shorter) if length <= other_length else (room - shorter, shorter)
 
 
 def _alternatives(tokens: dict[str, tokenizers.AddedToken]) -> re.Pattern[str]:

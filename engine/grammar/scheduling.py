@@ -70,10 +70,12 @@ class StructuredRequests:
 
     def bitmask(self, output: SchedulerOutput) -> GrammarBitmask | None:
         """Of the requests that the step samples: those that have caught up with their known tokens in it."""
-        names = [request.request_id for request in self._scheduled(output) if request.num_output_placeholders > 0]
-        if not names:
+        sampled = [request.request_id for request in self._scheduled(output) if request.num_output_placeholders > 0]
+        if not sampled:
             return None
-        return GrammarBitmask(names, self._manager.bitmask([(name, ()) for name in names]))
+        rows = [(name, output.drafts.get(name, ())) for name in sampled]
+        names = [name for name, drafts in rows for _ in range(1 + len(drafts))]
+        return GrammarBitmask(names, self._manager.bitmask(rows))
 
     def accept(self, request: Request, token_id: int) -> str | None:
         if request.structured_output is None:

@@ -11,6 +11,7 @@ from typing import Any
 from inferd.engine.errors import LoadError
 from inferd.engine.importer import sandbox
 from inferd.engine.importer.model_files import config_json, generation_config_json
+from inferd.engine.importer.quantisation import quantisation_of
 from inferd.engine.importer.tokenizer_files import build_tokenizer, tokenizer_config_json
 from inferd.engine.importer.vocabulary import read_vocabulary
 from inferd.engine.loader.gguf_header import read_header
@@ -25,8 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     return sandbox.report(lambda: import_file(source, folder))
 
 
-def import_file(source: Path, folder: Path) -> None:
-    """Raises LoadError naming the file, the field and the cause; then `folder` has no config.json of this import."""
+def import_file(source: Path, folder: Path) -> dict[str, str | None]:
+    """What was found out on the way: "quantisation".
+
+    Raises LoadError naming the file, the field and the cause; then `folder` has no config.json of this import.
+    """
     header = read_header(source)
     architecture = architecture_of(header)
     vocabulary = read_vocabulary(header)
@@ -40,6 +44,7 @@ def import_file(source: Path, folder: Path) -> None:
     except LoadError:
         (folder / "config.json").unlink()
         raise
+    return {"quantisation": quantisation_of(header)}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

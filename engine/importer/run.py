@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from inferd.engine.errors import LoadError
 from inferd.engine.importer import sandbox
 
 IMPORT_TIMEOUT_S = 120.0
 _MAX_MESSAGE_CHARS = 2000
+_QUANTISATION = re.compile(r"[A-Z0-9_]{1,24}")
 
 
-def import_gguf(source: Path, folder: Path, timeout_s: float = IMPORT_TIMEOUT_S) -> None:
-    """Writes config.json, tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file.
+def import_gguf(source: Path, folder: Path, timeout_s: float = IMPORT_TIMEOUT_S) -> str | None:
+    """Writes config.json, tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file. Returns how
+    its weights are quantised ("Q4_K_M"), None where it does not say.
 
     Blocks; safe in any thread. `folder` must exist; config.json comes last, so a folder that has one is complete.
     Raises LoadError with the child's message.
     """
-    run_child("inferd.engine.importer", [str(source.absolute()), str(folder.absolute())], source.name, timeout_s)
+    arguments = [str(source.absolute()), str(folder.absolute())]
+    found = run_child("inferd.engine.importer", arguments, source.name, timeout_s).get("quantisation")
+    return found if isinstance(found, str) and _QUANTISATION.fullmatch(found) else None
 
 
-def run_child(module: str, arguments: Sequence[str], subject: str, timeout_s: float) -> None:
-    """Runs `module` as a child with nothing of our environment, and waits for its one line of JSON.
+def run_child(module: str, arguments: Sequence[str], subject: str, timeout_s: float) -> dict[str, Any]:
+    """Runs `module` as a child with nothing of our environment, and waits for its one line of JSON, which it returns.
 
     `subject` is what an error speaks of. Raises LoadError.
     """
@@ -37,9 +43,10 @@ def run_child(module: str, arguments: Sequence[str], subject: str, timeout_s: fl
         )
     except subprocess.TimeoutExpired as error:
         raise LoadError(f"{subject}: took longer than {timeout_s:g} s and was stopped") from error
-    message = _reported_error(child, subject)
-    if message is not None:
-        raise LoadError(message[:_MAX_MESSAGE_CHARS])
+    report = _report(child, subject)
+    if (message := report.get("error")) is not None:
+        raise LoadError(str(message)[:_MAX_MESSAGE_CHARS])
+    return report
 
 
 def _environment() -> dict[str, str]:
@@ -55,13 +62,14 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _reported_error(child: subprocess.CompletedProcess[bytes], subject: str) -> str | None:
+def _report(child: subprocess.CompletedProcess[bytes], subject: str) -> dict[str, Any]:
     try:
         report = json.loads(child.stdout)
-        message = report.get("error")
-    except (ValueError, AttributeError):  # it died before its report
+    except ValueError:
+        report = None
+    if not isinstance(report, dict):  # it died before its report
         lines = child.stderr.decode(errors="replace").strip().splitlines()
         cause = lines[-1] if lines else "it said nothing"
         ended = f"by signal {-child.returncode}" if child.returncode < 0 else f"with status {child.returncode}"
-        return f"{subject}: the import process ended {ended}: {cause}"
-    return None if message is None else str(message)
+        return {"error": f"{subject}: the import process ended {ended}: {cause}"}
+    return report

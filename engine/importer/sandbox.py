@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from inferd.engine.errors import LoadError
 
@@ -45,13 +45,14 @@ def confine(cpu_s: int = CPU_S) -> None:
     _control(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def report(work: Callable[[], None]) -> int:
-    """Does `work` and prints one JSON line: `{}`, or `{"error": text}` for a LoadError. Returns the exit status.
+def report(work: Callable[[], Mapping[str, str | None] | None]) -> int:
+    """Does `work` and prints one JSON line: what it found out, or `{"error": text}` for a LoadError. Returns the exit
+    status.
 
     Anything else that is raised is a fault of ours and leaves as a traceback.
     """
     try:
-        work()
+        found = work() or {}
     except LoadError as error:
         print(json.dumps({"error": str(error)}))
         return 1
@@ -61,7 +62,7 @@ def report(work: Callable[[], None]) -> int:
     except OSError as error:
         print(json.dumps({"error": f"{error.filename or 'file'}: {os.strerror(error.errno or 0)}"}))
         return 1
-    print("{}")
+    print(json.dumps(found))
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from inferd.engine.attention.context import current
-from inferd.engine.core.kv.spec import KVSpec, SlidingWindowSpec
+from inferd.engine.core.kv.spec import EncoderOnlySpec, KVSpec, SlidingWindowSpec
 from inferd.engine.layers.rotary import RopeTable
 from inferd.engine.layers.target import BuildTarget
 
@@ -54,3 +54,22 @@ class Attention:
         kv_cache, slots, metadata = context.layer(self.name)
         self._rope_store(q, k, v, positions, self._rope.cos_sin, kv_cache, slots)
         return context.backend.attend(q, kv_cache, metadata, *self._scores)
+
+
+class EncoderAttention:
+    """Every token attends to all tokens of its request, which is whole in the step. Nothing is kept."""
+
+    def __init__(self, name: str, num_heads: int, head_size: int, target: BuildTarget) -> None:
+        self.name = name
+        self._num_heads = num_heads
+        self._head_size = head_size
+        self._dtype = target.dtype
+        self._scale = head_size**-0.5
+
+    def kv_spec(self, block_size: int) -> EncoderOnlySpec:
+        return EncoderOnlySpec(block_size, self._num_heads, self._head_size, self._dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v[t, h, d] -> [t, h, d]."""
+        context = current()
+        return context.backend.attend_whole(q, k, v, context.whole, self._scale)

@@ -43,6 +43,18 @@ class VocabParallelEmbedding(VocabParallel):
         return tp.reduce(found.masked_fill(foreign.unsqueeze(-1), 0))
 
 
+class ReplicatedEmbedding(WeightLayer):
+    """ids[t] -> [t, hidden], from a table that every rank has whole."""
+
+    def __init__(self, num_rows: int, hidden_size: int, target: BuildTarget) -> None:
+        super().__init__(target)
+        self.add_weight("weight", (num_rows, hidden_size), {None: Placement.whole(num_rows, hidden_size)})
+        self.table = self.get_parameter("weight").data
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.table)
+
+
 class ParallelLMHead(VocabParallel):
     """hidden[m, h] -> logits[m, vocab] in float32."""
 

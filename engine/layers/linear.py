@@ -5,7 +5,7 @@ A fused projection shards each of its matrices first and joins the shards after,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,6 +37,10 @@ class ParallelLinear(WeightLayer):
         for name in self.placements:
             delattr(self, name)
         self._linear = self.target.ops.make_linear(weight, self._own_bias(bias))
+
+    def wrap(self, make: Callable[[Linear], Linear]) -> None:
+        """After `prepare`: compute this rank's part by what `make` makes of what computed it so far."""
+        self._linear = make(self._linear)
 
     def _own_bias(self, bias: Tensor | None) -> Tensor | None:
         return bias

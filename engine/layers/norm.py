@@ -1,8 +1,9 @@
-"""Root-mean-square norm."""
+"""Norms of activations."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 
 from inferd.engine.layers.target import BuildTarget
 from inferd.engine.layers.weights import Placement, WeightLayer
@@ -34,3 +35,18 @@ class UnitOffsetRMSNorm(RMSNorm):
     def prepare(self) -> None:
         self._weight = 1.0 + self.get_parameter("weight").data.float()
         del self.weight
+
+
+class LayerNorm(WeightLayer):
+    """Ba et al., 2016, over the last dimension of `size`; the same on every rank."""
+
+    def __init__(self, size: int, eps: float, target: BuildTarget) -> None:
+        super().__init__(target)
+        for name in ("weight", "bias"):
+            self.add_weight(name, (size,), {None: Placement.whole(size)})
+        self._weight, self._bias = self.get_parameter("weight").data, self.get_parameter("bias").data
+        self._shape, self._eps = (size,), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., size] -> [..., size]."""
+        return functional.layer_norm(x, self._shape, self._weight, self._bias, self._eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,11 @@ from inferd.engine.layers.parallel import TensorParallel
 from inferd.engine.layers.target import TORCH_DTYPES
 from inferd.engine.layers.weights import WeightLayer, WeightMismatch
 from inferd.engine.loader.dummy import fill_randomly
-from inferd.engine.loader.names import NameMap, Stage, Target
+from inferd.engine.loader.names import MakeNames, NameMap, Stage, Target
+from inferd.engine.loader.pooling_names import names_for
 from inferd.engine.loader.safetensors import iterate_safetensors
-from inferd.engine.models.base import BuildContext, CausalLM
-from inferd.engine.models.registry import model_class
+from inferd.engine.models.base import BuildContext, CausalLM, Model, PoolingModel
+from inferd.engine.models.registry import model_class, pooling_class
 from inferd.kernels.common.ops import Ops
 
 Progress = Callable[[int, int], None]  # bytes of parameters that are filled, bytes of all of them
@@ -34,25 +36,56 @@ def load_model(
     *,
     tp: TensorParallel | None = None,
     progress: Progress | None = None,
+    tensors: CheckpointTensors | None = None,
 ) -> CausalLM:
-    """Build, fill and prepare the model. Raises LoadError naming the file and the tensor that do not fit.
+    """Build, fill and prepare a model that generates. Raises LoadError naming the file and the tensor that do not fit.
 
-    `tp`: this rank's place among those that the layers are divided over; alone where not given. Parameters exist once,
-    in their final dtype and place: checkpoint tensors are views of the mapped file and are converted while they are
-    copied.
+    `tp`: this rank's place among those that the layers are divided over; alone where not given. `tensors`: in place of
+    what the model folder holds. Parameters exist once, in their final dtype and place: checkpoint tensors are views of
+    the mapped file and are converted while they are copied.
     """
-    model_config = config.model
-    layers = range(model_config.num_layers)
-    num_positions = min(config.scheduler.max_model_len, FIRST_POSITIONS)
-    context = BuildContext(ops, config.dtype, device, tp or TensorParallel(), layers, num_positions)
-    model = model_class(model_config.architecture)(model_config, context)
-    if config.load_format == "dummy":
-        fill_randomly(model, config.seed)
-    else:
-        stage = Stage(layers, model_config.num_layers, model_config.tie_embeddings)
-        DefaultModelLoader(model, stage, progress).load_weights(checkpoint_tensors(config), model_config.path)
-    model.prepare()
+    model = model_class(config.model.architecture)(config.model, _context(config, ops, device, tp))
+    _fill(model, config, NameMap, tensors, progress)
     return model
+
+
+def load_pooling_model(
+    config: EngineConfig,
+    ops: Ops,
+    device: torch.device,
+    *,
+    tp: TensorParallel | None = None,
+    tensors: CheckpointTensors | None = None,
+) -> PoolingModel:
+    """The same of a model that pools."""
+    settled = replace(config.model, pooler=config.pooler)
+    model = pooling_class(config.model.architecture)(settled, _context(config, ops, device, tp))
+    _fill(model, config, names_for(config.model.architecture), tensors)
+    return model
+
+
+def _context(config: EngineConfig, ops: Ops, device: torch.device, tp: TensorParallel | None) -> BuildContext:
+    num_positions = min(config.scheduler.max_model_len, FIRST_POSITIONS)
+    layers = range(config.model.num_layers)
+    return BuildContext(ops, config.dtype, device, tp or TensorParallel(), layers, num_positions)
+
+
+def _fill(
+    model: Model,
+    config: EngineConfig,
+    make_names: MakeNames,
+    tensors: CheckpointTensors | None,
+    progress: Progress | None = None,
+) -> None:
+    model_config = config.model
+    if config.load_format == "dummy":
+        fill_randomly(model, config.weights_seed)
+    else:
+        layers = range(model_config.num_layers)
+        stage = Stage(layers, model_config.num_layers, model_config.tie_embeddings)
+        loader = DefaultModelLoader(model, stage, progress, make_names=make_names)
+        loader.load_weights(tensors or checkpoint_tensors(config), model_config.path)
+    model.prepare()
 
 
 def checkpoint_tensors(config: EngineConfig) -> CheckpointTensors:
@@ -63,17 +96,25 @@ def checkpoint_tensors(config: EngineConfig) -> CheckpointTensors:
         return
     from inferd.engine.loader.gguf import iterate_gguf
 
+    path = gguf_file(folder)
+    for name, tensor in iterate_gguf(path, config.model, TORCH_DTYPES[config.dtype]):
+        yield name, tensor, path
+
+
+def gguf_file(folder: Path) -> Path:
+    """Raises LoadError unless there is exactly one."""
     paths = sorted(folder.glob("*.gguf"))
     if len(paths) != 1:
         raise LoadError(f"{folder} must hold exactly one GGUF file, it holds {len(paths)}")
-    for name, tensor in iterate_gguf(paths[0], config.model, TORCH_DTYPES[config.dtype]):
-        yield name, tensor, paths[0]
+    return paths[0]
 
 
 class DefaultModelLoader:
     """Puts checkpoint tensors into a model's parameters: each tensor must land, each place be filled exactly once."""
 
-    def __init__(self, model: CausalLM, stage: Stage, progress: Progress | None = None) -> None:
+    def __init__(
+        self, model: Model, stage: Stage, progress: Progress | None = None, *, make_names: MakeNames = NameMap
+    ) -> None:
         self._layers = dict(model.weight_layers())
         self._missing = {
             Target(f"{layer_name}.{name}", shard)
@@ -81,7 +122,7 @@ class DefaultModelLoader:
             for name, placements in layer.placements.items()
             for shard in placements
         }
-        self._names = NameMap(self._missing, stage)
+        self._names = make_names(self._missing, stage)
         self._progress = progress
         self._placed_bytes = 0
         self._total_bytes = sum(_parameter_bytes(layer) for layer in self._layers.values())

@@ -6,12 +6,12 @@ import zlib
 
 import torch
 
-from inferd.engine.models.base import CausalLM
+from inferd.engine.models.base import Model
 
 SPREAD = 0.05  # small enough that activations keep their size over many layers
 
 
-def fill_randomly(model: CausalLM, seed: int) -> None:
+def fill_randomly(model: Model, seed: int) -> None:
     """Norm weights 1, the rest uniform around 0. Each parameter depends on `seed` and its name alone."""
     for layer_name, layer in model.weight_layers():
         for name, parameter in layer.named_parameters(recurse=False):

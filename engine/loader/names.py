@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 FUSED = {
     "q_proj": ("qkv_proj", "q"),
@@ -44,6 +45,21 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.layers.stop == self.num_layers
+
+
+class Names(Protocol):
+    """Which parameters the tensors of a checkpoint fill."""
+
+    def targets(self, name: str) -> tuple[Target, ...] | None:
+        """Every slot that tensor `name` fills: () for one that is rightly skipped, None for one that is unexpected."""
+        ...
+
+    def checkpoint_name(self, slot: Target) -> str:
+        """The checkpoint tensor that fills `slot`."""
+        ...
+
+
+MakeNames = Callable[[Iterable[Target], Stage], Names]  # from the places to fill
 
 
 class NameMap:

@@ -62,7 +62,7 @@ def iterate_safetensors(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
     A tensor is a view of the mapped file: copy it before the next step. Raises LoadError.
     """
     for shard in read_shards(folder):
-        yield from _tensors(shard)
+        yield from shard_tensors(shard)
 
 
 def read_shards(folder: Path) -> list[Shard]:
@@ -141,7 +141,8 @@ def _check_layout(entries: Mapping[str, TensorEntry], data_bytes: int, path: Pat
         raise LoadError(f"{path} {state}: its header describes {position} bytes of tensors, the file has {data_bytes}")
 
 
-def _tensors(shard: Shard) -> Iterator[tuple[str, Tensor, Path]]:
+def shard_tensors(shard: Shard) -> Iterator[tuple[str, Tensor, Path]]:
+    """See `iterate_safetensors`."""
     try:
         with safe_open(shard.path, framework="pt", device="cpu") as file:
             for name in shard.entries:

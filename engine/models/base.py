@@ -22,8 +22,28 @@ class BuildContext(BuildTarget):
     num_positions: int
 
 
-class CausalLM(Protocol):
-    """A decoder. Parameters are uninitialised after construction; `loader.base.load_model` fills and prepares them."""
+class Model(Protocol):
+    """Parameters are uninitialised after construction; `loader.base` fills and prepares them."""
+
+    def kv_specs(self, block_size: int) -> dict[str, KVSpec]:
+        """Layer name → what that layer keeps per token, on this rank."""
+        ...
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make positions [0, num_positions) usable. Memory that a captured step reads may move: call it before."""
+        ...
+
+    def weight_layers(self) -> Iterator[tuple[str, WeightLayer]]:
+        """Dotted name and layer of everything that has parameters."""
+        ...
+
+    def prepare(self) -> None:
+        """Called once after the weights are in place: every linear packs itself through `ops.make_linear`."""
+        ...
+
+
+class CausalLM(Model, Protocol):
+    """A decoder with a head of logits."""
 
     def forward(
         self,
@@ -44,18 +64,17 @@ class CausalLM(Protocol):
         """hidden[m, h] -> [m, vocab] in the model's dtype; last stage only."""
         ...
 
-    def kv_specs(self, block_size: int) -> dict[str, KVSpec]:
-        """Layer name → what that layer keeps per token, on this rank."""
+
+class PoolingModel(Model, Protocol):
+    """A model whose hidden states are what is wanted of it."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, *, token_types: Tensor | None = None) -> Tensor:
+        """token_ids[t] i64, positions[t] i64 -> normed hidden[t, h], inside `attention.context.forward_context`.
+
+        `token_types[t]` i64 say which text of a pair each token is of; None: all are of the first.
+        """
         ...
 
-    def reserve_positions(self, num_positions: int) -> None:
-        """Make positions [0, num_positions) usable. Memory that a captured step reads may move: call it before."""
-        ...
-
-    def weight_layers(self) -> Iterator[tuple[str, WeightLayer]]:
-        """Dotted name and layer of everything that has parameters."""
-        ...
-
-    def prepare(self) -> None:
-        """Called once after the weights are in place: every linear packs itself through `ops.make_linear`."""
+    def classify(self, pooled: Tensor) -> Tensor:
+        """pooled[m, h] f32 -> [m, labels] f32, before any activation; only of a model with a head."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -82,10 +83,12 @@ class RawLogprobs:
         ]
 
     def by_request(self, gathered: list[Gathered], request_ids: list[str]) -> dict[str, TokenLogprobs]:
-        """Waits for them. `request_ids` are those of the m rows."""
+        """Waits for them. `request_ids` are those of the m rows; those of one request follow one another."""
         found: dict[str, TokenLogprobs] = {}
         for group, part in zip(self._groups, gathered, strict=True):
-            packed = part.pack()
-            for index, row in enumerate(group.rows):
-                found[request_ids[row]] = packed.cut(index, index + 1)
+            packed, start = part.pack(), 0
+            for request_id, rows in groupby(request_ids[row] for row in group.rows):
+                end = start + sum(1 for _ in rows)
+                found[request_id] = packed.cut(start, end)
+                start = end
         return found

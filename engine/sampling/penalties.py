@@ -34,20 +34,34 @@ class _SeenTokens:
         self._token_ids = np.zeros(room, np.int64)
         self._token_ids[: len(seen)] = seen
         self._counts = np.zeros(room, np.float32)
-        self._num_counted = 0
+        self._counted: list[int] = []  # the output, in order
+        self._num_prompt_places = len(seen)
 
     def count(self, output_token_ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Token ids and their counts, in the order in which they were first seen."""
-        for token_id in output_token_ids[self._num_counted :].tolist():
+        """Token ids and their counts, in the order in which they were first seen.
+
+        The output may have other last tokens than it had before: those were drafts that did not stand.
+        """
+        counted, num_tokens = self._counted, len(output_token_ids)
+        while counted and (len(counted) > num_tokens or counted[-1] != output_token_ids[len(counted) - 1]):
+            self._take_back(counted.pop())
+        for token_id in output_token_ids[len(counted) :].tolist():
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._token_ids):
                 self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._token_ids[place] = token_id
             self._counts[place] += 1
-        self._num_counted = len(output_token_ids)
+            counted.append(token_id)
         used = slice(len(self._places))
         return self._token_ids[used], self._counts[used]
+
+    def _take_back(self, token_id: int) -> None:
+        """The last token of the output. Where it was seen first of all, its place is the last one."""
+        place = self._places[token_id]
+        self._counts[place] -= 1
+        if self._counts[place] == 0 and place >= self._num_prompt_places:
+            del self._places[token_id]
 
 
 class Penalties(RowProcessor[_SeenTokens]):

@@ -60,7 +60,11 @@ class BatchUpdate:
 
 
 class StepRows:
-    """The rows whose logits are processed, and the tokens that each of them knows."""
+    """The rows whose logits are processed, and the tokens that each of them knows.
+
+    A request whose drafts are checked has several, one behind the other: the first knows its tokens, and each of the
+    others one draft more, as if it had come.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,8 @@ class StepRows:
         num_tokens: NDArray[np.int64],
         num_prompt_tokens: NDArray[np.int64],
     ) -> None:
-        """`rows[m]` are rows of the persistent batch; the other arrays are that batch's, one line a row."""
+        """`rows[m]` are rows of the persistent batch, and `num_tokens[m]` says how many tokens each of them knows; the
+        other arrays are that batch's, one line a row."""
         self.rows = rows
         self._token_ids = token_ids
         self._num_tokens = num_tokens
@@ -80,19 +85,17 @@ class StepRows:
 
     def token_ids(self, index: int) -> NDArray[np.int32]:
         """Prompt and output of the step's row `index`, to read; good until the step ends."""
-        row = self.rows[index]
-        return self._token_ids[row, : self._num_tokens[row]]
+        return self._token_ids[self.rows[index], : self._num_tokens[index]]
 
     def output_token_ids(self, index: int) -> NDArray[np.int32]:
         row = self.rows[index]
-        return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row]]
+        return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[index]]
 
     def num_output_tokens(self, index: int) -> int:
-        row = self.rows[index]
-        return int(self._num_tokens[row] - self._num_prompt_tokens[row])
+        return int(self._num_tokens[index] - self._num_prompt_tokens[self.rows[index]])
 
     def take(self, indices: NDArray[np.intp]) -> StepRows:
-        return StepRows(self.rows[indices], self._token_ids, self._num_tokens, self._num_prompt_tokens)
+        return StepRows(self.rows[indices], self._token_ids, self._num_tokens[indices], self._num_prompt_tokens)
 
 
 class LogitsProcessor(Protocol):
@@ -117,7 +120,8 @@ class LogitsProcessor(Protocol):
     def apply(self, logits: Tensor, step: StepRows) -> Tensor:
         """logits[m, vocab] f32, one line for each row of `step`; may be changed in place. Waits for no device.
 
-        A row's result may depend on that row's request alone.
+        A row's result may depend on that row's request and the tokens that the row knows alone: in the next step a
+        request may know fewer than a row of it did in this one.
         """
         ...
 

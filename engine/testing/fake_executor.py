@@ -6,6 +6,7 @@ request, evicted while in use, or overwritten is found at the step where it happ
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ from typing import Any, TypeVar
 from inferd.engine.core.kv.spec import KVCacheConfig, KVSpec, SlidingWindowSpec, window_of
 from inferd.engine.core.output import BlockIds, ModelRunnerOutput, NewRequest, SchedulerOutput, SharedPrefix
 from inferd.engine.executor.base import OnFailure
+from inferd.engine.lora.adapter import NO_ADAPTER
+from inferd.engine.messages import KV_CACHE, WEIGHTS, MemoryRecord, SleepReport, WakeReport
 from inferd.engine.params import SamplingParams
 
 T = TypeVar("T")
 NextToken = Callable[[Sequence[int]], int]
+Draft = Callable[[Sequence[int], int], list[int]]  # all tokens of a request, and how many are wanted → guesses
 
+FAKE_WEIGHTS_BYTES = 1000
 _MODULUS = (1 << 61) - 1
 
 
@@ -49,6 +54,8 @@ class FakeRow:
     seed: int
     block_ids: BlockIds
     num_computed_tokens: int
+    lora_id: int
+    num_drafts: int = 0  # of `token_ids`, the last ones
 
 
 class FakeWorker:
@@ -60,6 +67,8 @@ class FakeWorker:
     def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self.rows: dict[str, FakeRow] = {}
         self.memory: dict[int, int] = {}  # slot → digest; a slot never written is absent
+        self.adapters: dict[int, int] = {NO_ADAPTER: 0}  # by id: what every digest of a row with it begins with
+        self.missing: set[str] = set()  # tags of what was given back
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._windows = windows
@@ -68,6 +77,7 @@ class FakeWorker:
         """Take over what changed, then store the step's tokens; afterwards `sample` may be called once."""
         scheduled = output.num_scheduled_tokens
         assert output.total_num_scheduled_tokens == sum(scheduled.values())
+        assert not (scheduled and self.missing), f"a step without {self.missing}"
         self._forget(output.finished_ids + output.preempted_ids)
         for new in output.new:
             self._add(new)
@@ -76,6 +86,9 @@ class FakeWorker:
         for prefix in output.shared_prefixes:
             self._check_shared(prefix, scheduled)
         assert len(set(self._members(output))) == len(self._members(output)), "a request is in two shared prefixes"
+        for request_id, drafts in output.drafts.items():
+            self.rows[request_id].token_ids += drafts
+            self.rows[request_id].num_drafts = len(drafts)
         self._store(scheduled)
         for request_id in scheduled:
             self._check_memory(request_id, scheduled[request_id])
@@ -87,9 +100,22 @@ class FakeWorker:
             row = self.rows[request_id]
             row.num_computed_tokens += num_tokens
             if row.num_computed_tokens == len(row.token_ids):
-                sampled[request_id] = [next_token(row.token_ids)]
-                row.token_ids += sampled[request_id]
+                sampled[request_id] = self._check_drafts(row, next_token)
         return sampled
+
+    @staticmethod
+    def _check_drafts(row: FakeRow, next_token: NextToken) -> list[int]:
+        """Sample in place of each draft until one differs."""
+        start = len(row.token_ids) - row.num_drafts
+        found: list[int] = []
+        for end in range(start, len(row.token_ids) + 1):
+            found.append(next_token(row.token_ids[:end]))
+            if row.token_ids[end : end + 1] != found[-1:]:
+                break
+        row.num_computed_tokens -= row.num_drafts - (len(found) - 1)
+        row.token_ids[start:] = found
+        row.num_drafts = 0
+        return found
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -105,6 +131,7 @@ class FakeWorker:
             new.seed,
             tuple(list(ids) for ids in new.block_ids),
             new.num_computed_tokens,
+            new.lora_id,
         )
 
     def _update_known(self, output: SchedulerOutput) -> None:
@@ -124,7 +151,7 @@ class FakeWorker:
             end = row.num_computed_tokens + num_tokens
             assert num_tokens > 0, f"{request_id} is scheduled for nothing"
             assert end <= len(row.token_ids), f"{request_id} is scheduled past its known tokens"
-            digests = self._digests(row.token_ids[:end])
+            digests = self._digests(row, end)
             for group in range(len(self._windows)):
                 for position in range(row.num_computed_tokens, end):
                     slot = self._slot(row, position, group)
@@ -135,7 +162,7 @@ class FakeWorker:
     def _check_memory(self, request_id: str, num_tokens: int) -> None:
         """Everything that the step's first query looks at, and what comes after it."""
         row = self.rows[request_id]
-        digests = self._digests(row.token_ids[: row.num_computed_tokens + num_tokens])
+        digests = self._digests(row, row.num_computed_tokens + num_tokens)
         for group, window in enumerate(self._windows):
             first = 0 if window is None else max(0, row.num_computed_tokens - window + 1)
             for position in range(first, len(digests)):
@@ -154,7 +181,7 @@ class FakeWorker:
         num_tokens = prefix.num_blocks * self._block_size
         for row in rows:
             assert row.num_computed_tokens >= num_tokens
-            for position, digest in enumerate(self._digests(row.token_ids[:num_tokens])):
+            for position, digest in enumerate(self._digests(row, num_tokens)):
                 found = self.memory.get(self._slot(row, position, 0))
                 assert found == digest_after(digest, 0), f"shared prefix not computed: {position}"
 
@@ -163,10 +190,9 @@ class FakeWorker:
         assert 0 < block_id < self._num_blocks, f"block {block_id} is the null block or does not exist"
         return block_id * self._block_size + position % self._block_size
 
-    @staticmethod
-    def _digests(token_ids: Sequence[int]) -> list[int]:
-        digests, digest = [], 0
-        for token_id in token_ids:
+    def _digests(self, row: FakeRow, num_tokens: int) -> list[int]:
+        digests, digest = [], self.adapters[row.lora_id]
+        for token_id in row.token_ids[:num_tokens]:
             digest = digest_after(digest, token_id)
             digests.append(digest)
         return digests
@@ -186,8 +212,9 @@ class FakeExecutor:
         kv_bytes: int = 1 << 20,
         next_token: NextToken | None = None,
         windows: Sequence[int | None] = (None,),
+        draft: Draft | None = None,
     ) -> None:
-        """Two layers for each of `windows`."""
+        """Two layers for each of `windows`. `draft` guesses where the scheduler asks for it."""
         self.outputs: list[SchedulerOutput] = []
         self.worker: FakeWorker | None = None
         self.is_shut_down = False
@@ -199,6 +226,7 @@ class FakeExecutor:
         ]
         self._kv_bytes = kv_bytes
         self._next_token = next_token or scrambled(vocab_size=97)
+        self._draft = draft
 
     def kv_specs(self) -> dict[str, KVSpec]:
         return {f"layers.{index}": spec for index, spec in enumerate([*self._kinds, *self._kinds])}
@@ -223,13 +251,54 @@ class FakeExecutor:
         assert self.worker is not None
         assert bitmask is None
         sampled = self.worker.sample(self.outputs[-1].num_scheduled_tokens, self._next_token)
-        return _done(ModelRunnerOutput(sampled))
+        return _done(ModelRunnerOutput(sampled, drafts=self._make_drafts(self.outputs[-1], sampled)))
 
     def on_failure(self, callback: OnFailure) -> None:
         """Never told: it fails in a call or not at all."""
 
+    def load_lora(self, adapter_id: int, path: str) -> str:
+        """What the folder holds is its path."""
+        assert self.worker is not None
+        assert adapter_id not in self.worker.adapters
+        self.worker.adapters[adapter_id] = 1 + zlib.crc32(path.encode())
+        return path
+
+    def unload_lora(self, adapter_id: int) -> None:
+        assert self.worker is not None
+        self.worker.adapters.pop(adapter_id, None)
+
+    def sleep_refusal(self) -> str | None:
+        return None
+
+    def sleep(self, level: int) -> SleepReport:
+        """What was stored is gone."""
+        assert self.worker is not None
+        released = {tag: self._tag_bytes(tag) for tag in (WEIGHTS, KV_CACHE)}
+        self.worker.missing = set(released)
+        self.worker.memory.clear()
+        return SleepReport(released_bytes=released)
+
+    def wake(self, tags: Sequence[str]) -> WakeReport:
+        assert self.worker is not None
+        self.worker.missing -= set(tags)
+        return WakeReport(restored_bytes={tag: self._tag_bytes(tag) for tag in tags}, restored_s=dict.fromkeys(tags, 0))
+
+    def memory(self) -> list[MemoryRecord]:
+        return [MemoryRecord(weights=self._tag_bytes(WEIGHTS), kv=self._tag_bytes(KV_CACHE))]
+
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+    def _make_drafts(self, output: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        if self._draft is None or self.worker is None:
+            return {}
+        wanted = {name: number for name, number in output.num_drafts_wanted.items() if name in sampled}
+        return {name: self._draft(self.worker.rows[name].token_ids, number) for name, number in wanted.items()}
+
+    def _tag_bytes(self, tag: str) -> int:
+        if self.worker is None or tag in self.worker.missing:
+            return 0
+        return self._kv_bytes if tag == KV_CACHE else FAKE_WEIGHTS_BYTES
 
 
 def _done(value: T) -> Future[T]:

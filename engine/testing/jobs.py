@@ -22,6 +22,7 @@ class Job:
     priority: int = 0
     client: str = "local"
     lane: str = "interactive"
+    lora: str | None = None
 
 
 @dataclass
@@ -66,5 +67,5 @@ def run_jobs(core: EngineCore, jobs: Iterable[Job], *, max_steps: int = 20_000) 
 
 
 def _request(job: Job) -> AddRequest:
-    prompt = list(job.prompt)
-    return AddRequest(job.request_id, prompt, job.params, 0.0, priority=job.priority, client=job.client, lane=job.lane)
+    fields = dict(priority=job.priority, client=job.client, lane=job.lane, lora=job.lora)
+    return AddRequest(job.request_id, list(job.prompt), job.params, 0.0, **fields)  # type: ignore[arg-type]

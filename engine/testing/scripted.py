@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from inferd.engine.core.output import BlockIds, GrammarBitmask, ModelRunnerOutpu
 from inferd.engine.errors import LoadError
 from inferd.engine.executor.base import OnFailure
 from inferd.engine.frontend.tokenizer import Tokenizer
+from inferd.engine.lora.adapter import NO_ADAPTER
+from inferd.engine.lora.config import CONFIG_NAME, WEIGHTS_NAME, read_adapter_config
+from inferd.engine.messages import KV_CACHE, WEIGHTS, MemoryRecord, SleepReport, WakeReport
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
@@ -32,6 +36,7 @@ class ScriptedOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     load_s: float = 0.0
     delay_s: float = 0.0  # of every step
     kv_blocks: int = 512  # with the null block
+    weights_bytes: int = 1 << 20
     fail_at_start: str | None = None  # the message of a `LoadError`
     fail_at_step: int | None = None  # counted from 1; fatal to the engine
     breaks: str | None = None  # a request with this text in its prompt fails at its first token
@@ -55,7 +60,7 @@ class _Row:
     min_tokens: int
     num_prompt_tokens: int
     breaks: bool
-    checksum: int  # over all of `token_ids`
+    checksum: int  # over all of `token_ids`, begun with what its adapter holds
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -81,6 +86,9 @@ class ScriptedExecutor:
             dtype=config.cache.dtype,
         )
         self._num_blocks = 0
+        self._lora = config.lora
+        self._adapters = {NO_ADAPTER: 0}  # by id: what checksums begin with
+        self._missing: set[str] = set()  # tags of memory that was given back
         self._num_steps = 0
         self._rows: dict[str, _Row] = {}
         self._ready: list[str] = []  # rows of this step that have caught up with their known tokens
@@ -135,10 +143,52 @@ class ScriptedExecutor:
     def on_failure(self, callback: OnFailure) -> None:
         """Never told: it fails in a call or not at all."""
 
+    def load_lora(self, adapter_id: int, path: str) -> str:
+        assert self._lora is not None, "adapters in an engine that has none"
+        folder = Path(path)
+        read_adapter_config(folder, self._lora.max_lora_rank)
+        held = b"".join((folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME))
+        self._adapters[adapter_id] = zlib.crc32(held)
+        return str(self._adapters[adapter_id])
+
+    def unload_lora(self, adapter_id: int) -> None:
+        self._adapters.pop(adapter_id, None)
+
+    def sleep_refusal(self) -> str | None:
+        return None
+
+    def sleep(self, level: int) -> SleepReport:
+        """Nothing that was computed before may be taken for granted afterwards."""
+        released = self._tag_bytes()
+        self._missing = set(released)
+        return SleepReport(released_bytes=released)
+
+    def wake(self, tags: Sequence[str]) -> WakeReport:
+        """Weights take as long as at the start."""
+        report = WakeReport()
+        for tag in tags:
+            began_s = time.monotonic()
+            if tag == WEIGHTS:
+                time.sleep(self._options.load_s)
+            self._missing.discard(tag)
+            report.restored_s[tag] = time.monotonic() - began_s
+            report.restored_bytes[tag] = self._tag_bytes()[tag]
+        return report
+
+    def memory(self) -> list[MemoryRecord]:
+        held = self._tag_bytes()
+        return [MemoryRecord(weights=held[WEIGHTS], kv=held[KV_CACHE], resident=sum(held.values()))]
+
     def shutdown(self) -> None:
         self._rows.clear()
 
+    def _tag_bytes(self) -> dict[str, int]:
+        held = {WEIGHTS: self._options.weights_bytes, KV_CACHE: self._num_blocks * self._spec.page_bytes}
+        return {tag: 0 if tag in self._missing else num_bytes for tag, num_bytes in held.items()}
+
     def _replay(self, output: SchedulerOutput) -> None:
+        asleep = sorted(self._missing) if output.num_scheduled_tokens else []
+        _require(not asleep, f"a step while {asleep} were given back")
         self._num_steps += 1
         if self._num_steps == self._options.fail_at_step:
             raise RuntimeError(f"scripted failure at step {self._num_steps}")
@@ -167,7 +217,7 @@ class ScriptedExecutor:
             num_prompt_tokens=new.num_prompt_tokens,
             breaks=self._options.breaks is not None
             and self._options.breaks in self._text_of(new.token_ids[: new.num_prompt_tokens]),
-            checksum=_checksum(new.token_ids),
+            checksum=_checksum(new.token_ids, self._adapters[new.lora_id]),
         )
 
     def _update_row(self, request_id: str, blocks: BlockIds | None, num_computed_tokens: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from inferd.engine.attention.base import StaticGeometry, StaticPrefixes
 from inferd.engine.upload import place, torch_dtype, window
 from inferd.engine.worker.inputs import StepLayout, empty_layout
+from inferd.kernels.lora.rows import NO_SLOT, HostRows, max_tiles
 
 MAX_SHARED_GROUPS = 8  # prefixes of one step that are attended once
 _NUM_STAGES = 2  # pinned copies in flight
@@ -38,6 +39,8 @@ class DecodeInputs(Generic[Array]):
     prefix_starts: Array  # [MAX_SHARED_GROUPS + 1] i32
     prefix_rows: Array  # [size] i32
     row_group: Array  # [size] i32, -1 for a row that shares nothing
+    lora_rows: Array  # [size] i64, see `LoraRows`; nothing where there are no adapters
+    lora_tiles: Array  # [tiles, 3] i32, NO_SLOT first for padding
     block_tables: tuple[Array, ...]  # [size, columns] i32 per KV group
 
     @classmethod
@@ -49,8 +52,9 @@ class DecodeInputs(Generic[Array]):
         return cls(**single, slots=slots, block_tables=tuple(parts[f"block_table.{group}"] for group in groups))
 
 
-def decode_fields(size: int, table_widths: Sequence[int]) -> dict[str, Field]:
+def decode_fields(size: int, table_widths: Sequence[int], num_adapters: int = 0) -> dict[str, Field]:
     """Dtype and shape of each input, in order of their places; `table_widths` has a number of columns per KV group."""
+    lora_size = size if num_adapters else 0
     return {
         "token_ids": (_I64, (size,)),
         "positions": (_I64, (size,)),
@@ -60,6 +64,8 @@ def decode_fields(size: int, table_widths: Sequence[int]) -> dict[str, Field]:
         "prefix_starts": (_I32, (MAX_SHARED_GROUPS + 1,)),
         "prefix_rows": (_I32, (size,)),
         "row_group": (_I32, (size,)),
+        "lora_rows": (_I64, (lora_size,)),
+        "lora_tiles": (_I32, (max_tiles(lora_size, num_adapters), 3)),
         **{f"block_table.{group}": (_I32, (size, width)) for group, width in enumerate(table_widths)},
     }
 
@@ -76,8 +82,10 @@ def static_geometries(inputs: DecodeInputs[Tensor], max_seq_len: int, *, shared:
     ]
 
 
-def fill(arrays: DecodeInputs[NDArray[Any]], step: StepLayout, shared: Sequence[SharedTokens]) -> None:
-    """Write a decode step of n <= size rows; what lies behind them becomes padding."""
+def fill(
+    arrays: DecodeInputs[NDArray[Any]], step: StepLayout, shared: Sequence[SharedTokens], lora: HostRows | None = None
+) -> None:
+    """Write a decode step of n <= size rows; what lies behind them becomes padding. `lora`: those with adapters."""
     count = len(step.seq_lens)
     for target, source, padding in (
         (arrays.token_ids, step.token_ids, 0),
@@ -90,6 +98,10 @@ def fill(arrays: DecodeInputs[NDArray[Any]], step: StepLayout, shared: Sequence[
     for table, columns in zip(arrays.block_tables, step.block_tables, strict=True):
         table[:count, : columns.shape[1]] = columns  # nothing beyond a row's length is ever read
     _fill_prefixes(arrays, shared)
+    arrays.lora_tiles.fill(NO_SLOT)
+    if lora is not None:
+        arrays.lora_rows[: len(lora.rows)] = lora.rows
+        arrays.lora_tiles[: len(lora.tiles)] = lora.tiles
 
 
 def _fill_prefixes(arrays: DecodeInputs[NDArray[Any]], shared: Sequence[SharedTokens]) -> None:
@@ -111,15 +123,18 @@ class DecodeBuffers:
     Each size has a layout of its own, so that a step copies what its size needs and no more.
     """
 
-    def __init__(self, max_size: int, table_widths: Sequence[int], device: torch.device) -> None:
-        self._table_widths = tuple(table_widths)
-        num_bytes = _place(decode_fields(max_size, self._table_widths))[1]
+    def __init__(
+        self, max_size: int, table_widths: Sequence[int], device: torch.device, num_adapters: int = 0
+    ) -> None:
+        """`num_adapters`: the most of one step."""
+        self._shape = tuple(table_widths), num_adapters
+        num_bytes = _place(decode_fields(max_size, *self._shape))[1]
         self._region = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._stages = [_Stage(num_bytes, device) for _ in range(_NUM_STAGES)]
 
     def inputs(self, size: int) -> DecodeInputs[Tensor]:
         """Where a captured step of `size` rows reads: the same addresses at each call."""
-        fields = decode_fields(size, self._table_widths)
+        fields = decode_fields(size, *self._shape)
         offsets, _ = _place(fields)
         views = {}
         for (name, (dtype, shape)), offset in zip(fields.items(), offsets, strict=True):
@@ -127,19 +142,21 @@ class DecodeBuffers:
             views[name] = raw.view(torch_dtype(dtype)).view(shape)
         return DecodeInputs.of(views)
 
-    def load(self, size: int, step: StepLayout, shared: Sequence[SharedTokens]) -> None:
+    def load(
+        self, size: int, step: StepLayout, shared: Sequence[SharedTokens], lora: HostRows | None = None
+    ) -> None:
         """Bring a step into place, behind whatever the device is doing."""
         stage = self._stages[0]
         self._stages.reverse()
         stage.wait()
-        arrays, num_bytes = stage.arrays(size, self._table_widths)
-        fill(arrays, step, shared)
+        arrays, num_bytes = stage.arrays(size, *self._shape)
+        fill(arrays, step, shared, lora)
         self._region[:num_bytes].copy_(stage.memory[:num_bytes], non_blocking=True)
         stage.mark()
 
     def clear(self, size: int) -> None:
         """Nothing but padding."""
-        self.load(size, empty_layout(len(self._table_widths)), [])
+        self.load(size, empty_layout(len(self._shape[0])), [])
 
 
 class _Stage:
@@ -151,10 +168,12 @@ class _Stage:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self._arrays: dict[int, tuple[DecodeInputs[NDArray[Any]], int]] = {}
 
-    def arrays(self, size: int, table_widths: Sequence[int]) -> tuple[DecodeInputs[NDArray[Any]], int]:
+    def arrays(
+        self, size: int, table_widths: Sequence[int], num_adapters: int
+    ) -> tuple[DecodeInputs[NDArray[Any]], int]:
         """The inputs of `size` rows in this memory, and how many bytes they take."""
         if size not in self._arrays:
-            fields = decode_fields(size, table_widths)
+            fields = decode_fields(size, table_widths, num_adapters)
             offsets, num_bytes = _place(fields)
             memory = self.memory.numpy()
             parts = {

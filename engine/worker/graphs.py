@@ -11,6 +11,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 from inferd.engine.attention.base import AttentionBackend, StaticGeometry
+from inferd.engine.core.output import GraphUse
 from inferd.engine.worker.buffers import MAX_SHARED_GROUPS, DecodeBuffers, SharedTokens, static_geometries
 from inferd.engine.worker.forward import EagerForward, StepLogits
 from inferd.engine.worker.inputs import SharedRows, StepLayout
+from inferd.kernels.lora.rows import HostRows
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,11 @@ class Key(NamedTuple):
 
     size: int  # rows, padding included
     shared: bool
+    lora: bool = False  # its rows may have adapters
+
+    @property
+    def mode(self) -> str:
+        return "decode_lora" if self.lora else "decode_shared" if self.shared else "decode"
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,15 @@ class Sizes:
 
     plain: tuple[int, ...]
     shared: tuple[int, ...]
+    has_lora: bool = False  # each plain one a second time
 
     @property
     def keys(self) -> list[Key]:
         """In order of capture: the largest first, so that the others find room in the memory that it left."""
         keys = [Key(size, False) for size in self.plain] + [Key(size, True) for size in self.shared]
-        return sorted(keys, key=lambda key: (key.size, key.shared), reverse=True)
+        if self.has_lora:
+            keys += [Key(size, False, True) for size in self.plain]
+        return sorted(keys, reverse=True)
 
     def choose(self, num_rows: int, *, shared: bool) -> Key | None:
         """The smallest captured step with room; None when there is none. Sharing is given up where only that is."""
@@ -61,11 +72,11 @@ class Sizes:
         return self.choose(num_rows, shared=False) if shared else None
 
 
-def capture_sizes(max_num_seqs: int, *, share: bool) -> Sizes:
+def capture_sizes(max_num_seqs: int, *, share: bool, lora: bool = False) -> Sizes:
     """1, 2, 4, then every eighth up to `max_num_seqs`, which is one of them; few where prefixes are shared."""
     plain = {1, 2, 4, *range(_STEP, max_num_seqs, _STEP), max_num_seqs}
     shared = {*_SHARED_SIZES, max_num_seqs} if share else set()
-    return Sizes(_up_to(plain, 1, max_num_seqs), _up_to(shared, 2, max_num_seqs))
+    return Sizes(_up_to(plain, 1, max_num_seqs), _up_to(shared, 2, max_num_seqs), lora)
 
 
 def _up_to(sizes: Iterable[int], least: int, most: int) -> tuple[int, ...]:
@@ -82,6 +93,15 @@ def worthwhile(prefixes: Sequence[SharedRows], block_size: int) -> list[SharedTo
 
 
 Launch = Callable[[], StepLogits]
+
+
+class CapturedAdapters(Protocol):
+    """What layers add to rows with adapters, where which rows that are is known only when a step is replayed."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def applied_later(self, rows: Tensor, tiles: Tensor) -> AbstractContextManager[None]: ...
 
 
 class Recorder(Protocol):
@@ -179,8 +199,9 @@ class GraphForward:
         max_model_len: int,
         recorder: Recorder,
         device: torch.device,
+        adapters: CapturedAdapters | None = None,
     ) -> None:
-        """`greedy`: as `kernels.select.build_greedy` gives it."""
+        """`greedy`: as `kernels.select.build_greedy` gives it. `adapters`: of an engine that has them."""
         block_sizes = eager.kv.block_sizes
         widths = [-(-max_model_len // block_size) for block_size in block_sizes]
         self.eager = eager
@@ -189,7 +210,8 @@ class GraphForward:
         self._max_model_len = max_model_len
         self._prefix_block_size = block_sizes[0]
         self._recorder = recorder
-        self._buffers = DecodeBuffers(max(sizes.plain), widths, device)
+        self._adapters = adapters
+        self._buffers = DecodeBuffers(max(sizes.plain), widths, device, adapters.num_slots if adapters else 0)
         self._replays: dict[Key, Launch] = {}
 
     def run(self, step: StepLayout) -> StepLogits | None:
@@ -197,11 +219,24 @@ class GraphForward:
             return self.eager.run(step)
         shared = worthwhile(step.shared_prefixes, self._prefix_block_size) if step.shared_prefixes else []
         key = self._sizes.choose(len(step.seq_lens), shared=bool(shared))
-        replay = self._replays.get(key) if key is not None else None
-        if key is None or replay is None:
+        if key is None or key not in self._replays:
             return self.eager.run(step)
         self._buffers.load(key.size, step, shared if key.shared else [])
-        return _select(replay(), step)
+        return _select(self._replays[key](), step, GraphUse(key.mode, key.size))
+
+    def find_lora(self, step: StepLayout) -> Key | None:
+        """The captured step for one whose rows have adapters; None when it has to run eagerly.
+
+        Shared prefixes are not attended once there: rows with different adapters have none.
+        """
+        key = self._sizes.choose(len(step.seq_lens), shared=False) if step.is_decode else None
+        key = key and key._replace(lora=True)
+        return key if key in self._replays else None
+
+    def replay_lora(self, key: Key, step: StepLayout, lora: HostRows) -> StepLogits | None:
+        """`key`: as `find_lora` gave it. `lora`: the rows with adapters, in small tiles."""
+        self._buffers.load(key.size, step, [], lora)
+        return _select(self._replays[key](), step, GraphUse(key.mode, key.size))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.eager.compute_logits(hidden)
@@ -237,16 +272,18 @@ class GraphForward:
         geometries = static_geometries(inputs, self._max_model_len, shared=key.shared)
         metadata = {group: backend.graph_metadata(geometry) for group, geometry in enumerate(geometries)}
         context = self.eager.context(metadata, dict(enumerate(inputs.slots)))
+        adapters = self._adapters if key.lora else None
 
         def launch() -> StepLogits:
-            logits = forward(inputs.token_ids, inputs.positions, context)
+            with nullcontext() if adapters is None else adapters.applied_later(inputs.lora_rows, inputs.lora_tiles):
+                logits = forward(inputs.token_ids, inputs.positions, context)
             return StepLogits(logits, choose(logits))
 
         self._buffers.clear(key.size)
         self._replays[key] = self._recorder.record(launch)
 
 
-def _select(result: StepLogits, step: StepLayout) -> StepLogits | None:
+def _select(result: StepLogits, step: StepLayout, graph: GraphUse) -> StepLogits | None:
     """The rows that have caught up, without the padding."""
     count = len(step.logits_indices)
     if not count:
@@ -254,4 +291,4 @@ def _select(result: StepLogits, step: StepLayout) -> StepLogits | None:
     rows: slice | Tensor = slice(count)
     if count < len(step.seq_lens):
         rows = torch.from_numpy(step.logits_indices).to(result.logits.device)
-    return StepLogits(result.logits[rows], None if result.greedy_ids is None else result.greedy_ids[rows])
+    return StepLogits(result.logits[rows], None if result.greedy_ids is None else result.greedy_ids[rows], graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from inferd.engine.attention.base import BatchGeometry
 from inferd.engine.core.output import SchedulerOutput, SharedPrefix
 from inferd.engine.errors import EngineError
 from inferd.engine.logprobs import NO_LOGPROBS
+from inferd.engine.spec.rejection import NO_DRAFT, DraftChecks
 from inferd.engine.upload import upload
 from inferd.engine.worker.rows import InputBatch
 
@@ -45,8 +46,11 @@ class StepLayout:
     block_tables: tuple[NDArray[np.int32], ...]  # [n, columns in use] per KV group
     shared_prefixes: list[SharedRows]
     logits_indices: NDArray[np.int64]  # [m], tokens whose next token is not known yet
-    sampled_rows: NDArray[np.intp]  # [m], the row in the persistent batch of each of them
+    sampled_rows: NDArray[np.intp]  # [m], the row in the persistent batch of each of them; those of one are together
     prompt_spans: tuple[PromptSpan, ...] = ()
+    lora_ids: NDArray[np.int64] | None = None  # [n] adapters, `NO_ADAPTER` for none; None: no row has one
+    rows: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))  # [n], in the persistent batch
+    checks: DraftChecks | None = None  # None: no row has drafts, and each of the m is of another request
 
     @property
     def is_decode(self) -> bool:
@@ -78,10 +82,14 @@ class _Tokens:
 def lay_out_step(batch: InputBatch, output: SchedulerOutput) -> StepLayout:
     """Raises EngineError where the schedule and the rows disagree: unknown requests or tokens, missing blocks."""
     tokens = _assign(batch, output.num_scheduled_tokens)
-    known = batch.num_tokens[tokens.rows]
-    _check_known(batch, tokens, known)
-    caught_up = np.flatnonzero(tokens.seq_lens == known)
+    known, num_drafts = batch.num_tokens[tokens.rows], batch.num_drafts[tokens.rows]
+    _check_known(batch, tokens, known + num_drafts)
+    caught_up = np.flatnonzero(tokens.seq_lens == known + num_drafts)
+    sampled_rows, logits_indices, checks = tokens.rows[caught_up], tokens.query_lens.cumsum()[caught_up] - 1, None
+    if num_drafts.any():
+        sampled_rows, logits_indices, checks = _behind_drafts(batch, sampled_rows, logits_indices)
     longest = int(tokens.seq_lens.max())
+    lora_ids = batch.lora_ids[tokens.rows]
     return StepLayout(
         query_lens=tokens.query_lens,
         seq_lens=tokens.seq_lens,
@@ -90,10 +98,31 @@ def lay_out_step(batch: InputBatch, output: SchedulerOutput) -> StepLayout:
         slots=tuple(table.slots(tokens.token_rows, tokens.positions) for table in batch.block_tables),
         block_tables=tuple(table.gather(tokens.rows, -(-longest // table.block_size)) for table in batch.block_tables),
         shared_prefixes=_shared_rows(output.shared_prefixes, batch, tokens.rows),
-        logits_indices=tokens.query_lens.cumsum()[caught_up] - 1,
-        sampled_rows=tokens.rows[caught_up],
+        logits_indices=logits_indices,
+        sampled_rows=sampled_rows,
         prompt_spans=_prompt_spans(batch, tokens),
+        lora_ids=lora_ids if lora_ids.any() else None,
+        rows=tokens.rows,
+        checks=checks,
     )
+
+
+def _behind_drafts(
+    batch: InputBatch, rows: NDArray[np.intp], last_tokens: NDArray[np.int64]
+) -> tuple[NDArray[np.intp], NDArray[np.int64], DraftChecks]:
+    """In place of rows[n] and the indices[n] of their last tokens in the step: a row and a token for what each of them
+    knows, and one behind each of its drafts, [m]."""
+    num_drafts = batch.num_drafts[rows]
+    lengths = num_drafts + 1
+    starts = lengths.cumsum() - lengths
+    nth = np.arange(lengths.sum()) - starts.repeat(lengths)
+    last_tokens = (last_tokens - num_drafts).repeat(lengths) + nth
+    is_last = nth == num_drafts.repeat(lengths)
+    rows = rows.repeat(lengths)
+    num_known = batch.num_tokens[rows] + nth
+    places = np.where(is_last, 0, num_known)  # behind the last draft there may be no more room
+    draft_ids = np.where(is_last, NO_DRAFT, batch.token_ids[rows, places].astype(np.int64))
+    return rows, last_tokens, DraftChecks(num_known, draft_ids, starts)
 
 
 def _prompt_spans(batch: InputBatch, tokens: _Tokens) -> tuple[PromptSpan, ...]:

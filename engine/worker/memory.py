@@ -33,6 +33,10 @@ class DeviceBudget:
         self._at_start = probe()
         self._requested_bytes = requested_bytes(memory_fraction, self._at_start)
 
+    def taken_bytes(self) -> int:
+        """That the device has less than this engine found, whoever took it."""
+        return max(0, self._at_start.free_bytes - self._probe().free_bytes)
+
     def left_bytes(self) -> int:
         """What the share has left after the largest step, whose memory counts as used: the next such step needs it.
 

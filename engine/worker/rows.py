@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class InputBatch:
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         self.request_ids = np.empty(max_num_seqs, object)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)  # of tokens 1 to here: they are known already
+        self.lora_ids = np.zeros(max_num_seqs, np.int64)  # `NO_ADAPTER` where there is none
+        self.num_drafts = np.zeros(max_num_seqs, np.int64)  # that this step checks; they lie behind the known tokens
         self.sampling = SamplingColumns(max_num_seqs)
         self.block_tables = tuple(BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes)
         self._processors = processors
@@ -76,6 +78,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_prompt_logprobs[row] = new.num_prompt_logprobs
+        self.lora_ids[row] = new.lora_id
         self.sampling.set(row, new.params, new.seed)
         self._changes.added.append(AddedRow(row, new.request_id, new.params, new.token_ids[: new.num_prompt_tokens]))
         for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
@@ -115,19 +118,34 @@ class InputBatch:
         if self._processors is not None:
             self._processors.update_state(changes)
 
-    def append_tokens(self, rows: NDArray[np.intp], token_ids: NDArray[np.int64]) -> None:
-        """One sampled token to each of `rows`."""
-        lengths = self.num_tokens[rows]
-        self._reserve_tokens(int(lengths.max(initial=0)) + 1)
-        self.token_ids[rows, lengths] = token_ids
-        self.num_tokens[rows] = lengths + 1
+    def place_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Those that the step checks, by request id. After `condense`."""
+        self.num_drafts.fill(0)
+        for request_id, token_ids in drafts.items():
+            row = self.row(request_id)
+            start = self.num_tokens[row]
+            self._reserve_tokens(int(start) + len(token_ids))
+            self.token_ids[row, start : start + len(token_ids)] = token_ids
+            self.num_drafts[row] = len(token_ids)
 
-    def sampling_batch(self, rows: NDArray[np.intp], device: torch.device) -> SamplingBatch:
+    def append_tokens(
+        self, rows: NDArray[np.intp], token_ids: NDArray[np.int64], counts: NDArray[np.int64] | int = 1
+    ) -> None:
+        """So many tokens to each of `rows`: the first of its drafts, and `token_ids` last."""
+        lengths = self.num_tokens[rows] + counts
+        self._reserve_tokens(int(lengths.max(initial=0)))
+        self.token_ids[rows, lengths - 1] = token_ids
+        self.num_tokens[rows] = lengths
+
+    def sampling_batch(
+        self, rows: NDArray[np.intp], device: torch.device, num_known: NDArray[np.int64] | None = None
+    ) -> SamplingBatch:
+        """`num_known[m]`: tokens that each of `rows[m]` knows, where these are not just those of its request."""
+        num_tokens = self.num_tokens[rows] if num_known is None else num_known
         edits = None
         if self._processors is not None:
-            step = StepRows(rows, self.token_ids, self.num_tokens, self.num_prompt_tokens)
-            edits = self._processors.edits(step)
-        return self.sampling.select(rows, self.request_ids[rows].tolist(), self.num_tokens[rows], device, edits)
+            edits = self._processors.edits(StepRows(rows, self.token_ids, num_tokens, self.num_prompt_tokens))
+        return self.sampling.select(rows, self.request_ids[rows].tolist(), num_tokens, device, edits)
 
     @property
     def _arrays(self) -> list[NDArray[Any]]:
@@ -138,6 +156,7 @@ class InputBatch:
             self.num_prompt_tokens,
             self.num_computed_tokens,
             self.num_prompt_logprobs,
+            self.lora_ids,
             self.request_ids,
             *self.sampling.arrays,
             *(array for table in self.block_tables for array in table.arrays),

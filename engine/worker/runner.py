@@ -21,6 +21,8 @@ from inferd.engine.sampling.logprobs import RawLogprobs, prompt_chunk
 from inferd.engine.sampling.plugins import find_processors
 from inferd.engine.sampling.processors import ProcessorContext
 from inferd.engine.sampling.sampler import NO_TOKEN, Sampler
+from inferd.engine.spec.drafting import Drafting
+from inferd.engine.spec.rejection import DraftChecks, count_standing, standing_tokens
 from inferd.engine.worker.buffers import HostIds
 from inferd.engine.worker.forward import Forward, StepLogits
 from inferd.engine.worker.inputs import PromptSpan, dummy_layout, lay_out_step
@@ -46,6 +48,7 @@ class _Pending:
     result: StepLogits | None  # of m rows; None when no logits are wanted
     rows: NDArray[np.intp]  # [m]
     prompt_spans: tuple[PromptSpan, ...] = ()
+    checks: DraftChecks | None = None
 
 
 class ModelRunner:
@@ -62,8 +65,10 @@ class ModelRunner:
         block_sizes: Sequence[int],
         device: torch.device,
         tp: TensorParallel | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`block_sizes`: of each KV group. `tp`: the ranks that run the same rows, when there are others."""
+        """`block_sizes`: of each KV group. `tp`: the ranks that run the same rows, when there are others. `drafting`:
+        on one of them, where next tokens are guessed."""
         self.forward = forward
         self.block_sizes = block_sizes
         self._device = device
@@ -73,8 +78,9 @@ class ModelRunner:
         context = ProcessorContext(config.model.vocab_size, limits.max_num_seqs, config.model.eos_token_ids, device)
         processors = ProcessorChain(context, find_processors())
         self._batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_sizes, processors)
-        self._host_ids = HostIds(limits.max_num_seqs, device)
+        self._host_ids = HostIds(limits.max_num_seqs * (1 + limits.num_speculative_tokens), device)
         self._tp = tp or TensorParallel()
+        self._drafting = drafting
         self._pending: _Pending | None = None
 
     @torch.inference_mode()
@@ -83,11 +89,13 @@ class ModelRunner:
         if self._pending is not None:
             raise RuntimeError("execute was called twice without sample in between")
         self._update_rows(output)
+        if self._drafting is not None:
+            self._drafting.begin(output, self._batch)
         if not output.num_scheduled_tokens:
             self._pending = _Pending(None, np.zeros(0, np.intp))
             return
         step = lay_out_step(self._batch, output)
-        self._pending = _Pending(self.forward.run(step), step.sampled_rows, step.prompt_spans)
+        self._pending = _Pending(self.forward.run(step), step.sampled_rows, step.prompt_spans, step.checks)
 
     @torch.inference_mode()
     def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput:
@@ -95,10 +103,16 @@ class ModelRunner:
         if self._pending is None:
             raise RuntimeError("sample was called without execute before it")
         pending, self._pending = self._pending, None
+        output = self._finish(pending, bitmask)
+        if self._drafting is not None:
+            output.drafts = self._drafting.finish(self._batch)
+        return output
+
+    def _finish(self, pending: _Pending, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
         if pending.result is None:
             return ModelRunnerOutput({})
         result = pending.result if bitmask is None else self._restrict(pending.result, pending.rows, bitmask)
-        output = self._sample(result, pending.rows) if len(pending.rows) else ModelRunnerOutput({})
+        output = self._sample(result, pending.rows, pending.checks) if len(pending.rows) else ModelRunnerOutput({})
         if pending.result.hidden is not None:
             for span in pending.prompt_spans:
                 hidden = pending.result.hidden[span.start : span.start + len(span.target_ids)]
@@ -107,26 +121,30 @@ class ModelRunner:
                 output.prompt_logprobs[self._batch.request_ids[span.row]] = chunk
         return output
 
-    def _sample(self, result: StepLogits, rows: NDArray[np.intp]) -> ModelRunnerOutput:
-        batch = self._batch.sampling_batch(rows, self._device)
+    def _sample(self, result: StepLogits, rows: NDArray[np.intp], checks: DraftChecks | None) -> ModelRunnerOutput:
+        batch = self._batch.sampling_batch(rows, self._device, None if checks is None else checks.num_known)
         raw = RawLogprobs(result.logits, batch.logprobs)
         picked = self._tp.agree(self._pick(result, batch))
         gathered = raw.gather(picked)
         token_ids = self._host_ids.take(picked)
-        sampled = dict(zip(batch.request_ids, token_ids.tolist(), strict=True))
+        starts, counts = count_standing(token_ids, checks)
+        sampled = standing_tokens(batch.request_ids, token_ids, starts, counts)
         errors = {
-            request_id: NOTHING_LEFT if token_id == NO_TOKEN else NOT_FINITE
-            for request_id, token_id in sampled.items()
-            if token_id < 0
+            request_id: NOTHING_LEFT if last == NO_TOKEN else NOT_FINITE
+            for request_id, (*_, last) in sampled.items()
+            if last < 0
         }
         if errors:
             logger.error("step without a token for %d of %d requests: %s", len(errors), len(rows), set(errors.values()))
-            token_ids = np.maximum(token_ids, 0)  # the next step may run these rows too before anybody knows
-        self._batch.append_tokens(rows, token_ids)
+        last = np.maximum(token_ids[starts + counts - 1], 0)  # the next step may run these rows before anybody knows
+        self._batch.append_tokens(rows[starts], last, counts)
+        logprobs = raw.by_request(gathered, batch.request_ids)
         return ModelRunnerOutput(
-            {name: [token_id] for name, token_id in sampled.items() if name not in errors},
+            {name: own for name, own in sampled.items() if name not in errors},
             errors,
-            raw.by_request(gathered, batch.request_ids),
+            {name: part.cut(0, len(sampled[name])) for name, part in logprobs.items()},
+            num_corrupted=list(errors.values()).count(NOT_FINITE),
+            graph=result.graph,
         )
 
     @torch.inference_mode()
@@ -151,8 +169,11 @@ class ModelRunner:
 
         The bitmask's rows are in the scheduler's order and for requests under a grammar only.
         """
-        index = {request_id: row for row, request_id in enumerate(self._batch.request_ids[rows].tolist())}
-        chosen = [(index[name], row) for row, name in enumerate(bitmask.request_ids) if name in index]
+        places: dict[str, list[int]] = {}
+        for row, request_id in enumerate(self._batch.request_ids[rows].tolist()):
+            places.setdefault(request_id, []).append(row)
+        unused = {name: iter(own) for name, own in places.items()}
+        chosen = [(next(unused[name]), row) for row, name in enumerate(bitmask.request_ids) if name in unused]
         if not chosen:
             return result
         targets, sources = zip(*chosen, strict=True)
@@ -180,3 +201,4 @@ class ModelRunner:
             self._batch.add(new)
         self._batch.condense()
         self._batch.update(output.known)
+        self._batch.place_drafts(output.drafts)

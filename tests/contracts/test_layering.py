@@ -18,6 +18,7 @@ ENGINE_FRONT = (
     "inferd.engine.messages",
     "inferd.engine.model_config",
     "inferd.engine.core.client",
+    "inferd.engine.core.lines",
     "inferd.engine.frontend",
     "inferd.engine.grammar.spec",
     "inferd.engine.importer.run",

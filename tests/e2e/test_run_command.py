@@ -98,13 +98,15 @@ def test_a_served_model_is_not_removed(serve: Serve, inferd: Inferd, tmp_path: P
     refused = inferd("rm", "one", "--port", port)
     assert (refused.returncode, refused.stderr) == (
         5,
-        "inferd: one is in use (ready); unload it or stop the daemon first.\n",
+        "inferd: one is in use (ready); `inferd unload one` ends that.\n",
     )
     assert inferd("rm", "one", "--port", "9").returncode == 5  # nobody answers there, but the library knows
     removed = inferd("rm", "two", "--port", port)
     assert removed.returncode == 0, removed.stderr
     assert inferd("rm", "two", "--port", port).returncode == 4
     assert inferd("run", "--port", port, "one", "hello", "--max-tokens", "3").stdout.strip()
+    assert inferd("unload", "one", "--port", port).returncode == 0
+    assert inferd("rm", "one", "--port", port).returncode == 0
 
 
 def test_phases_of_a_start_are_told_in_order_and_lines_have_one_time(
@@ -120,6 +122,6 @@ def test_phases_of_a_start_are_told_in_order_and_lines_have_one_time(
     assert "inferd is ready: it serves fresh at" in served.greeting
     (ready,) = (line for line in lines if " inferd.engine: " in line)
     assert re.search(
-        r"INFO +inferd\.engine: ready after [\d.]+ s: \w+, a context of 2048 tokens, \d+ KV blocks of 4$", ready
+        r"INFO +inferd\.engine: \[fresh\] ready after [\d.]+ s: \w+, a context of 2048 tokens, \d+ KV blocks of 4$", ready
     )
     assert all(len(TIME.findall(line)) <= 1 for line in lines)

@@ -18,10 +18,12 @@ from inferd.engine.config import (
     SchedulingPolicy,
 )
 from inferd.engine.core.admission import AdmissionGate
+from inferd.engine.core.clock import Clock, steady_time
 from inferd.engine.core.grammar import GrammarManager
 from inferd.engine.core.kv.hashing import make_block_hasher
 from inferd.engine.core.kv.manager import KVCacheManager
 from inferd.engine.core.kv.spec import KVCacheConfig, KVCacheGroup, KVSpec
+from inferd.engine.core.lora import LoraManager
 from inferd.engine.core.scheduler import Scheduler
 from inferd.engine.core.step import EngineCore
 from inferd.engine.messages import AddRequest, MultimodalFeature
@@ -33,7 +35,7 @@ from inferd.engine.testing.fake_executor import FakeExecutor
 @pytest.fixture(scope="session")
 def make_add() -> Callable[..., AddRequest]:
     def make(request_id: str = "a", prompt: Sequence[int] = (5, 6, 7), **params: Any) -> AddRequest:
-        names = ("cache_salt", "features", "priority", "client", "lane")
+        names = ("cache_salt", "features", "priority", "client", "lane", "lora", "name")
         extra = {name: params.pop(name) for name in names if name in params}
         return AddRequest(request_id, list(prompt), SamplingParams(**params), 0.0, **extra)
 
@@ -91,11 +93,12 @@ def make_scheduler(make_kv: Callable[..., KVCacheManager]) -> Callable[..., Sche
         policy: SchedulingPolicy = "fair",
         long_prefill_token_threshold: int = 0,
         gates: Sequence[AdmissionGate] = (),
+        clock: Clock = steady_time,
         **kv: Any,
     ) -> Scheduler:
         limits = (max_num_seqs, budget, max_model_len, share_prefix_attention, policy, long_prefill_token_threshold)
         kv_manager = make_kv(max_model_len=max_model_len, **kv)
-        return Scheduler(SchedulerConfig(*limits), kv_manager, eos_token_ids, gates)
+        return Scheduler(SchedulerConfig(*limits), kv_manager, eos_token_ids, gates, clock=clock)
 
     return make
 
@@ -146,11 +149,13 @@ def make_core(make_core_config: Callable[..., EngineConfig]) -> Callable[..., En
         executor: FakeExecutor | None = None,
         hash_seed: bytes = b"",
         grammar: GrammarManager | None = None,
+        lora: LoraManager | None = None,
+        clock: Clock = steady_time,
         **config: Any,
     ) -> EngineCore:
         engine_config = make_core_config(**config)
         executor = executor or FakeExecutor(block_size=engine_config.cache.block_size)
-        return EngineCore(engine_config, executor, hash_seed=hash_seed, grammar=grammar)
+        return EngineCore(engine_config, executor, hash_seed=hash_seed, grammar=grammar, lora=lora, clock=clock)
 
     return make
 

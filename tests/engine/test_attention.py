@@ -241,6 +241,17 @@ def test_the_first_backend_that_serves_every_layer_is_chosen(caplog: pytest.LogC
     assert "no window of 5" in caplog.text
 
 
+def test_that_there_is_no_card_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "inferd.engine.attention.select")
+    assert isinstance(choose("auto", torch_ops("test"), [SPEC], CPU), TorchBackend)
+    levels = {record.levelname for record in caplog.records if "TRITON_ATTN cannot serve" in record.getMessage()}
+    assert levels == {"DEBUG"}
+    caplog.clear()
+    with pytest.raises(ConfigError, match="not on cpu"):
+        choose("TRITON_ATTN", torch_ops("test"), [SPEC], CPU)
+    assert caplog.records[0].levelname == "INFO"
+
+
 @pytest.mark.usefixtures("backends")
 def test_an_explicit_backend_that_cannot_serve_is_an_error_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="picky: no window of 5"):

@@ -34,9 +34,13 @@ def test_the_null_block_is_in_no_count_and_never_given_away():
     assert pool.null_block.block_id == 0
 
 
-def test_a_pool_needs_a_block_beside_the_null_block():
-    with pytest.raises(ValueError, match="num_blocks=1"):
-        BlockPool(1)
+def test_a_pool_needs_the_null_block_and_no_other():
+    with pytest.raises(ValueError, match="num_blocks=0"):
+        BlockPool(0)
+    pool = BlockPool(1)
+    assert (pool.num_total_blocks, pool.num_free_blocks, pool.usage) == (0, 0, 0.0)
+    with pytest.raises(RuntimeError, match="1 free KV blocks wanted"):
+        pool.get_new_blocks(1)
 
 
 def test_unhashed_blocks_freed_in_reverse_come_back_tail_first():

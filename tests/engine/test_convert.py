@@ -176,7 +176,7 @@ def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
 def test_the_checkpoint_in_a_folder_is_found_or_asked_for(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    with pytest.raises(LoadError, match="holds no checkpoint"):
+    with pytest.raises(LoadError, match=f"^{source} holds no checkpoint"):
         convert(source, tmp_path)
     saved(source / "training_args.bin", {"a": torch.ones(1)})
     saved(source / "model.pth", {"b": torch.ones(1)})

@@ -125,7 +125,8 @@ def finish(client: EngineCoreClient, *request_ids: str) -> dict[str, EngineOutpu
         for output in client.get_outputs(30.0).outputs:
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
-                done[output.request_id] = msgspec.structs.replace(output, new_token_ids=tokens[output.request_id])
+                whole = {"new_token_ids": tokens[output.request_id], "start": None}  # times are of no interest
+                done[output.request_id] = msgspec.structs.replace(output, **whole)
     return done
 
 

@@ -205,7 +205,10 @@ class TestCalls:
     def test_only_listed_names_can_be_called(self, make_core, method):
         executor = FakeExecutor()
         reply = make_core(executor=executor).call(Call(1, method))
-        assert reply.error == f"unknown call {method!r}; there are: is_paused, pause, reset_prefix_cache, resume, stats"
+        assert reply.error.startswith(f"unknown call {method!r}; there are: ")
+        assert {"is_paused", "pause", "reset_prefix_cache", "resume", "stats"} <= set(
+            reply.error.partition("there are: ")[2].split(", ")
+        )
         assert not executor.is_shut_down
 
     def test_a_failing_call_is_the_callers_error(self, make_core):

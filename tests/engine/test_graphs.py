@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from inferd.engine.attention.base import BatchGeometry, Metadata, StaticGeometry
 from inferd.engine.attention.torch import TorchBackend
 from inferd.engine.attention.triton import TritonBackend
 from inferd.engine.config import EngineArgs
 from inferd.engine.core.kv.spec import KVCacheConfig, KVCacheGroup
+from inferd.engine.core.output import GraphUse
 from inferd.engine.loader.base import load_model
 from inferd.engine.resolve import resolve
 from inferd.engine.testing import decode_step as steps
+from inferd.engine.testing.captured import Again, StaticTorch
 from inferd.engine.testing.model_folder import make_model_folder
 from inferd.engine.worker.buffers import MAX_SHARED_GROUPS, DecodeBuffers
-from inferd.engine.worker.forward import EagerForward, KVMemory, StepLogits
-from inferd.engine.worker.graphs import GraphForward, Key, Launch, Sizes, can_capture, capture_sizes, worthwhile
+from inferd.engine.worker.forward import EagerForward, KVMemory
+from inferd.engine.worker.graphs import GraphForward, Key, Sizes, can_capture, capture_sizes, worthwhile
 from inferd.engine.worker.inputs import StepLayout, empty_layout
 from inferd.engine.worker.worker import allocate_kv_caches
 from inferd.kernels.sampling.reference import greedy
@@ -30,69 +30,6 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 NUM_BLOCKS = 500
-
-
-class StaticTorch(TorchBackend):
-    """The plain backend over persistent tensors; what it may not read is NaN or out of bounds."""
-
-    def graph_metadata(self, static: StaticGeometry) -> Metadata:
-        return static
-
-    def attend(
-        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, window: int | None = None
-    ) -> Tensor:
-        if not isinstance(metadata, StaticGeometry):
-            return super().attend(q, kv_cache, metadata, scale, window)
-        count = int((metadata.seq_lens > 0).sum())
-        assert not metadata.seq_lens[count:].any()
-        assert (metadata.slots[count:] == -1).all()
-        out = torch.zeros_like(q)
-        if count:
-            geometry = BatchGeometry(
-                [1] * count,
-                metadata.seq_lens[:count].tolist(),
-                metadata.block_tables[:count],
-                metadata.slots[:count],
-                metadata.positions[:count],
-                self._shared(metadata),
-            )
-            out[:count] = super().attend(q[:count], kv_cache, self.build(geometry), scale, window)
-        return out
-
-    @staticmethod
-    def _shared(static: StaticGeometry) -> list[tuple[int, list[int]]]:
-        if static.prefixes is None:
-            return []
-        starts, lens = static.prefixes.starts.tolist(), static.prefixes.lens.tolist()
-        groups = []
-        for group, length in enumerate(lens):
-            rows = static.prefixes.rows[starts[group] : starts[group + 1]].tolist()
-            assert (static.prefixes.row_group[rows] == group).all()
-            assert bool(rows) == bool(length)
-            if rows:
-                groups.append((length // BLOCK_SIZE, rows))
-        return groups
-
-
-class Again:
-    """Launches again; remembers what was recorded and what ran."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-        self.replayed: list[int] = []
-
-    def record(self, launch: Launch) -> Launch:
-        size = len(launch().logits)
-        self.recorded += 1
-
-        def replay() -> StepLogits:
-            self.replayed.append(size)
-            return launch()
-
-        return replay
-
-    def used_bytes(self) -> int:
-        return 100 * self.recorded
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +43,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[EagerForward, Graph
     specs = model.kv_specs(BLOCK_SIZE)
     plan = KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(tuple(specs), next(iter(specs.values()))),))
     backend = StaticTorch(ops, min_saved_tokens=0)
-    caches = allocate_kv_caches(plan, backend, CPU)
+    caches = allocate_kv_caches(plan, backend, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     generator = torch.Generator().manual_seed(0)
     for cache in caches.values():
         cache.normal_(generator=generator)
@@ -130,6 +67,7 @@ def test_a_replay_equals_the_eager_step(twins: tuple[EagerForward, GraphForward,
     assert expected is not None
     assert actual is not None
     assert recorder.replayed[-1] == min(size for size in (1, 2, 4, 8, 12) if size >= count)
+    assert (actual.graph, expected.graph) == (GraphUse("decode", recorder.replayed[-1]), None)
     torch.testing.assert_close(actual.logits, expected.logits)
     assert actual.greedy_ids is not None
     assert torch.equal(actual.greedy_ids, expected.logits.argmax(dim=-1))

@@ -286,7 +286,7 @@ def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
 
 def test_import_runs_in_a_child_and_passes_its_error_on(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "model.gguf", tiny_metadata(), tiny_tensors())
-    import_gguf(source, tmp_path)
+    assert import_gguf(source, tmp_path) == "F32"
     assert read_model_config(tmp_path).vocab_size == 264
 
     source.write_bytes(source.read_bytes()[:500])

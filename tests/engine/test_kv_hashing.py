@@ -47,7 +47,7 @@ def test_the_salt_stands_in_the_first_block_alone():
 
 
 def test_an_adapter_stands_in_every_block():
-    keys = {make_extra_keys(start, start + 4, lora_name=name) for start in (0, 4) for name in ("x", "y")}
+    keys = {make_extra_keys(start, start + 4, adapter=name) for start in (0, 4) for name in ("x", "y")}
     assert len(keys) == 2
     assert b"" not in keys
 
@@ -79,7 +79,7 @@ def test_texts_cannot_run_into_each_other():
     one = make_extra_keys(0, 4, features=[MultimodalFeature("ab", 0, 1), MultimodalFeature("c", 0, 1)])
     other = make_extra_keys(0, 4, features=[MultimodalFeature("a", 0, 1), MultimodalFeature("bc", 0, 1)])
     assert one != other
-    assert make_extra_keys(0, 4, lora_name="x") != make_extra_keys(0, 4, cache_salt="x")
+    assert make_extra_keys(0, 4, adapter="x") != make_extra_keys(0, 4, cache_salt="x")
 
 
 def test_a_block_key_holds_the_group(make_request):

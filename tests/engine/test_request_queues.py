@@ -262,3 +262,45 @@ class TestFairness:
             queue.take(request)
             queue.release(request)
         assert len(queue._lanes["interactive"].clients) <= MAX_REMEMBERED
+
+
+class TestSetAside:
+    @pytest.mark.parametrize("policy", QUEUES)
+    def test_it_comes_back_to_its_place(self, policy):
+        queue, arrivals = make_queue(policy), Arrivals()
+        requests = [arrivals.make() for _ in range(5)]
+        for request in requests:
+            queue.add(request)
+        before = names(queue)
+        queue.set_aside(requests[1])
+        assert names(queue) == [name for name in before if name != "r2"]
+        assert len(queue) == 4
+        queue.add_back(requests[1])
+        assert names(queue) == before
+        assert names(take_all(queue)) == before
+
+    @pytest.mark.parametrize("policy", ["fair", "priority"])
+    @pytest.mark.parametrize(("priority", "place"), [(-1, 0), (1, 4)])
+    def test_with_another_priority_it_has_another_place(self, policy, priority, place):
+        queue, arrivals = make_queue(policy), Arrivals()
+        requests = [arrivals.make() for _ in range(5)]
+        for request in requests:
+            queue.add(request)
+        queue.set_aside(requests[2])
+        requests[2].priority = priority
+        queue.add_back(requests[2])
+        assert names(queue).index("r3") == place
+        assert names(take_all(queue)).index("r3") == place
+
+    def test_what_a_client_was_served_is_not_counted_again(self):
+        queue, arrivals = FairRequestQueue(), Arrivals()
+        request = arrivals.make(40, client="ann")
+        queue.add(request)
+        queue.take(request)
+        request.num_computed_tokens = 40
+        queue.prepend(request)  # preempted
+        request.num_computed_tokens = 0
+        queue.set_aside(request)
+        queue.add_back(request)
+        queue.take(request)
+        assert queue._lanes["interactive"].clients["ann"].served == 40

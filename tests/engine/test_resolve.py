@@ -50,6 +50,16 @@ def test_what_auto_becomes(
     assert config.scheduler.max_model_len == 512
 
 
+def test_a_seed_is_drawn_at_each_start_unless_it_is_given(folder: Path) -> None:
+    drawn = [run(folder) for _ in range(2)]
+    assert drawn[0].seed != drawn[1].seed
+    assert any(decision.startswith(f"seed={drawn[0].seed}: ") for decision in drawn[0].decisions)
+    assert {config.weights_seed for config in drawn} == {0}  # a dummy model stays the same model
+    given = run(folder, seed=7)
+    assert (given.seed, given.weights_seed) == (7, 7)
+    assert not any(decision.startswith("seed=") for decision in given.decisions)
+
+
 @pytest.mark.parametrize(
     ("hardware", "wanted", "mode"),
     [(CPU, "auto", "NONE"), (CUDA, "auto", "FULL_DECODE_ONLY"), (CUDA, "FULL", "FULL"), (CPU, "NONE", "NONE")],

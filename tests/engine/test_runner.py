@@ -177,7 +177,7 @@ def test_a_request_with_nan_logits_fails_alone(worker: Worker) -> None:
     worker.execute_model(step({"lost": 1, "fine": 2}, new=new))
     result = worker.sample_tokens()
     assert result.sampled_token_ids == {"fine": alone}
-    assert list(result.errors) == ["lost"]
+    assert (list(result.errors), result.num_corrupted) == (["lost"], 1)
     assert "NaN or infinite logits" in result.errors["lost"]
     again = run(worker, step({"fine": 1, "alone": 1}, known=known(fine=2, alone=2), finished_ids=["lost"]))
     assert again["fine"] == again["alone"]

@@ -8,6 +8,7 @@ KILL_AT counts what the process does to files below HOME; 0 lives on and prints 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -36,11 +37,16 @@ FAST_RETRY = RetryPolicy(max_failures=4, first_delay_s=0.0, max_delay_s=0.0)
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "sqlite3.connect")
 
 
-def import_any(gguf: Path, folder: Path) -> None:
-    """Stands for the importer: a "GGUF file" of these tests is anything that begins as one does."""
+def import_any(gguf: Path, folder: Path) -> str | None:
+    """Stands for the importer: a "GGUF file" of these tests is anything that begins as one does.
+
+    What stands between its "quant=" and the next space is how it is quantised.
+    """
     if not gguf.read_bytes().startswith(b"GGUF"):
         raise LoadError(f"{gguf.name} is not a GGUF file")
     make_model_folder(folder)
+    told = re.search(rb"quant=(\S+)", gguf.read_bytes())
+    return told[1].decode() if told else None
 
 
 def make_service(
@@ -51,7 +57,7 @@ def make_service(
     token: str | None = None,
     disk: Disk | None = None,
     known: Mapping[str, KnownDistribution] | None = None,
-    import_gguf: Callable[[Path, Path], None] = import_any,
+    import_gguf: Callable[[Path, Path], str | None] = import_any,
 ) -> PullService:
     disk, stop = disk or Disk(), StopSignal()
     importer = ModelImporter(import_gguf, read_model_config)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,41 @@ from inferd.kernels.common.ops import KernelUnavailable, Ops
 from inferd.kernels.select import build_ops
 
 CPU = torch.device("cpu")
+GPU_TESTS = Path(__file__).parents[1] / "gpu"
+
+# NumPy no longer turns arrays of one element into numbers, on which Triton 3.6's interpreter relies for loop bounds.
+RUN = """
+import sys
+import pytest
+from triton.runtime import interpreter
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patched
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
+
+
+def _interpret(name: str, *options: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-P", "-c", RUN, "-m", "gpu", *options, "-x", "-W", "ignore::RuntimeWarning"]
+    done = subprocess.run([*command, str(GPU_TESTS / name)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.fixture
+def interpret() -> Callable[..., None]:
+    """Runs a file of tests for the card in Triton's interpreter; options are pytest's."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    return _interpret
 
 
 @pytest.fixture

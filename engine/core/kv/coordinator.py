@@ -15,6 +15,7 @@ from inferd.engine.core.kv.window import SlidingWindowManager
 from inferd.engine.core.output import BlockIds
 from inferd.engine.errors import NotSupported
 
+NO_LIMIT = 2**62  # tokens that fit without any block
 Hits = tuple[list[KVCacheBlock], ...]  # first blocks of a table, one list a group
 
 
@@ -72,7 +73,7 @@ class KVCacheCoordinator(ABC):
 
     def room(self, request_id: str) -> tuple[int, int]:
         """Tokens that a request's blocks hold, and how many it takes until one more of them is full, in any group."""
-        rooms = [group.room(request_id) for group in self.groups]
+        rooms = [group.room(request_id) for group in self.groups] or [(NO_LIMIT, NO_LIMIT)]
         return min(slots for slots, _ in rooms), min(full for _, full in rooms)
 
     def free(self, request_id: str, *, forget: bool = False) -> None:
@@ -94,7 +95,7 @@ class KVCacheCoordinator(ABC):
 
 
 class NoPrefixCacheCoordinator(KVCacheCoordinator):
-    """Nothing is ever found; for any number of groups."""
+    """Nothing is ever found; for any number of groups, none included."""
 
     def find_hits(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
         return ComputedBlocks(0, tuple([] for _ in self.groups))
@@ -141,7 +142,7 @@ def make_coordinator(
     """Raises `ConfigError` for a block size that is no multiple of `hash_block_size`, `NotSupported` for a kind of
     spec that nothing manages."""
     groups = [_manager(group.spec, pool, group_id, hash_block_size) for group_id, group in enumerate(config.groups)]
-    if not enable_prefix_caching:
+    if not enable_prefix_caching or not groups:
         return NoPrefixCacheCoordinator(groups, pool)
     return UnitaryCoordinator(groups, pool) if len(groups) == 1 else HybridCoordinator(groups, pool)
 

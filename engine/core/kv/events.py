@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from inferd.engine.core.kv.hashing import BlockKey, split_block_key
 from inferd.engine.messages import KVBlocksRemoved, KVBlocksStored, KVCacheCleared, KVEvent
+
+
+class CacheListener(Protocol):
+    """Hears what can no longer be found in the prefix cache."""
+
+    def removed(self, key: BlockKey) -> None: ...
+
+    def cleared(self) -> None:
+        """Nothing can be found any longer, in any group."""
+        ...
+
+
+class Listeners:
+    """Several as one."""
+
+    def __init__(self, listeners: Sequence[CacheListener]) -> None:
+        self._listeners = tuple(listeners)
+
+    def removed(self, key: BlockKey) -> None:
+        for listener in self._listeners:
+            listener.removed(key)
+
+    def cleared(self) -> None:
+        for listener in self._listeners:
+            listener.cleared()
 
 
 class KVEventLog:

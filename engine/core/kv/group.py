@@ -118,6 +118,14 @@ class GroupManager(ABC):
         """Which of a request's block hashes names the block at `place` of its table."""
         return (place + 1) * self._hashes_per_block - 1
 
+    def table_hashes(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Of a request's block hashes, those that name the full blocks of its table."""
+        return (
+            block_hashes
+            if self._hashes_per_block == 1
+            else block_hashes[self._hashes_per_block - 1 :: self._hashes_per_block]
+        )
+
     def take_table(self, request_id: str) -> list[KVCacheBlock]:
         """The request's blocks, the null block not among them; whoever takes them frees them."""
         table = self._tables.pop(request_id, None)
@@ -127,6 +135,11 @@ class GroupManager(ABC):
         """The table itself, to read: whoever keeps it copies it."""
         table = self._tables.get(request_id)
         return table.ids if table is not None else []
+
+    def num_blocks_of_its_own(self, request_id: str) -> int:
+        """Blocks of the request that nobody else uses."""
+        table = self._tables.get(request_id)
+        return sum(block.ref_count == 1 for block in table.blocks[table.num_released :]) if table is not None else 0
 
     def room(self, request_id: str) -> tuple[int, int]:
         """Tokens that the request's blocks hold, and how many fill the first of them that is not hashed yet."""

@@ -45,16 +45,16 @@ def make_extra_keys(
     start: int,
     end: int,
     *,
-    lora_name: str | None = None,
+    adapter: str | None = None,
     features: Sequence[MultimodalFeature] | None = None,
     cache_salt: str | None = None,
 ) -> bytes:
     """What besides token ids decides the keys and values of positions [start, end).
 
-    An adapter stands in every block, a feature in each block that it touches, and the salt in the first block alone:
-    the chain carries it on. A feature's offset is taken relative to the block, so its place inside counts.
+    The digest of an adapter stands in every block, a feature in each block that it touches, and the salt in the first
+    block alone: the chain carries it on. A feature's offset is taken relative to the block, so its place inside counts.
     """
-    keys = b"" if lora_name is None else _LORA + _sized(lora_name)
+    keys = b"" if adapter is None else _LORA + _sized(adapter)
     for feature in features or ():
         if feature.offset < end and feature.offset + feature.length > start:
             keys += _FEATURE + _sized(feature.digest) + struct.pack("<q", feature.offset - start)
@@ -86,13 +86,15 @@ def _chain(request: Request, start: int, parent: bytes, hash_block_size: int) ->
     packed = pack_tokens(request.token_ids[start:])
     block_bytes = hash_block_size * _TOKEN_BYTES
     features, salt = request.features, request.cache_salt
-    has_extra_keys = bool(features) or (salt is not None and start == 0)
+    adapter = request.lora.digest if request.lora is not None else None
+    has_extra_keys = bool(features) or adapter is not None or (salt is not None and start == 0)
     extra_keys = b""
     hashes: list[bytes] = []
     for index in range(len(packed) // block_bytes):
         if has_extra_keys:
             begin = start + index * hash_block_size
-            extra_keys = make_extra_keys(begin, begin + hash_block_size, features=features, cache_salt=salt)
+            end = begin + hash_block_size
+            extra_keys = make_extra_keys(begin, end, adapter=adapter, features=features, cache_salt=salt)
         parent = hash_block(parent, packed[index * block_bytes : (index + 1) * block_bytes], extra_keys)
         hashes.append(parent)
     return hashes

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inferd.engine.core.clock import Clock, steady_time
+from inferd.engine.core.kv.continuations import Continuations
 from inferd.engine.core.kv.coordinator import ComputedBlocks, make_coordinator
-from inferd.engine.core.kv.events import KVEventLog
+from inferd.engine.core.kv.events import KVEventLog, Listeners
 from inferd.engine.core.kv.group import FullAttentionManager, GroupManager
-from inferd.engine.core.kv.pool import BlockPool
+from inferd.engine.core.kv.pool import BlockPool, KVCacheBlock
 from inferd.engine.core.kv.prefixes import choose_shared_prefixes, cut_to_common
 from inferd.engine.core.kv.spec import KVCacheConfig
 from inferd.engine.core.output import BlockIds, SharedPrefix
+from inferd.engine.insight.life import Divergence
 from inferd.engine.request import Request
 
 
@@ -35,11 +39,14 @@ class KVCacheManager:
         max_step_tokens: int | None = None,
         max_steps_under_way: int = 1,
         events: KVEventLog | None = None,
+        clock: Clock = steady_time,
     ) -> None:
         """`max_step_tokens`: see `plan_kv_cache`. `max_steps_under_way`: the one being scheduled, and those before it
         that may still run then. `events` hears of every block that can be found, or no longer.
         """
-        self._pool = BlockPool(config.num_blocks, events)
+        self._continuations = Continuations(0, config.groups[0].spec.block_size) if config.groups else None
+        listeners = [listener for listener in (events, self._continuations) if listener is not None]
+        self._pool = BlockPool(config.num_blocks, Listeners(listeners), clock)
         self._coordinator = make_coordinator(
             config, self._pool, hash_block_size=hash_block_size, enable_prefix_caching=enable_prefix_caching
         )
@@ -65,6 +72,21 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self._pool.num_free_blocks
+
+    @property
+    def num_idle_cached_blocks(self) -> int:
+        """Of the free ones: those whose content can be found."""
+        return self._pool.num_idle_cached_blocks
+
+    @property
+    def num_evictions(self) -> int:
+        """Since the start: blocks given away although their content could be found."""
+        return self._pool.num_evictions
+
+    @property
+    def blocks(self) -> Sequence[KVCacheBlock]:
+        """All, in the order of their ids; to read."""
+        return self._pool.blocks
 
     @property
     def usage(self) -> float:
@@ -130,6 +152,7 @@ class KVCacheManager:
         if computed is not None:
             self._adopt(request, computed)
         new_block_ids: BlockIds = coordinator.grow(request_id, num_slots) if num_taken else ()
+        request.life.num_blocks_peak = max(request.life.num_blocks_peak, self.num_blocks_held(request_id))
         if self._enable_prefix_caching:
             self._cache_full_blocks(request, num_tokens)
         self._room[request_id] = coordinator.room(request_id)
@@ -154,7 +177,21 @@ class KVCacheManager:
 
     def num_blocks_held(self, request_id: str) -> int:
         """Blocks that the request has now, in all groups."""
-        return sum(group.num_blocks_held(request_id) for group in self._coordinator.groups)
+        held = 0
+        for group in self._coordinator.groups:
+            held += group.num_blocks_held(request_id)
+        return held
+
+    def num_blocks_of_its_own(self, request_id: str) -> int:
+        """Blocks that become free when the request ends."""
+        return sum(group.num_blocks_of_its_own(request_id) for group in self._coordinator.groups)
+
+    def find_divergence(self, request: Request, num_cached_tokens: int) -> Divergence | None:
+        """Where the prompt leaves what is cached, when its first tokens are and the rest is not."""
+        if self._continuations is None or not self._enable_prefix_caching:
+            return None
+        hashes = self._coordinator.groups[0].table_hashes(request.block_hashes)
+        return self._continuations.find_divergence(request, hashes, num_cached_tokens)
 
     def shared_prefixes(self, request_ids: list[str]) -> list[SharedPrefix]:
         """Groups of the given requests that begin with equal blocks, all computed before this step.
@@ -218,6 +255,8 @@ class KVCacheManager:
             if places:
                 table = group.block_ids(request.request_id)
                 self._unfilled.update(table[places.start : places.stop])
+                if self._continuations is not None and group.group_id == 0:
+                    self._continuations.stored(request, group.table_hashes(request.block_hashes), places)
                 if self._events is not None:
                     self._tell_stored(self._events, request, group, places)
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inferd.engine.core.kv.spec import KVCacheConfig, KVCacheGroup, KVSpec
+from inferd.engine.core.kv.spec import EncoderOnlySpec, KVCacheConfig, KVCacheGroup, KVSpec
 from inferd.engine.errors import ConfigError, NotSupported
 
 MAX_PADDED_SHARE = 0.1  # of all layers: room in a group that no layer uses, for the sake of fewer groups
@@ -30,6 +30,8 @@ def plan_kv_cache(
     """
     groups = group_layers(specs)
     config = KVCacheConfig(0, groups)
+    if not groups:
+        return replace(config, num_blocks=1, max_model_len=max_model_len if fit_max_model_len else None)
     planned = max(available_bytes, 0) // config.block_bytes if num_blocks is None else num_blocks
     step_tokens = max_model_len if max_step_tokens is None else max_step_tokens
     feasible = longest_context(groups, planned, max_step_tokens=step_tokens, limit=max_model_len)
@@ -65,10 +67,14 @@ def longest_context(groups: Sequence[KVCacheGroup], num_blocks: int, *, max_step
 def group_layers(specs: Mapping[str, KVSpec]) -> tuple[KVCacheGroup, ...]:
     """Layers of one kind in groups of one size, so that the groups can share memory layer by layer.
 
-    Full attention comes first. Raises `NotSupported` for a model that keeps nothing, and as `plan_kv_cache` does.
+    Full attention comes first. Layers that keep nothing are in no group. Raises
+    `NotSupported` for a model that has no layers, and as `plan_kv_cache` does.
     """
     if not specs:
         raise NotSupported("a model that keeps no keys and values in any layer is not supported")
+    specs = {name: spec for name, spec in specs.items() if not isinstance(spec, EncoderOnlySpec)}
+    if not specs:
+        return ()
     kinds: dict[KVSpec, list[str]] = {}
     for name, spec in zip(specs, _with_one_page_size(list(specs.values())), strict=True):
         kinds.setdefault(spec, []).append(name)

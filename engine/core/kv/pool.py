@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from inferd.engine.core.kv.events import KVEventLog
+from inferd.engine.core.clock import Clock, steady_time
+from inferd.engine.core.kv.events import CacheListener
 from inferd.engine.core.kv.hashing import BlockKey
 
 
 class KVCacheBlock:
     """One page. A block that nobody uses keeps its content, and its hash, until it is given away."""
 
-    __slots__ = ("block_hash", "block_id", "is_null", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_hash", "block_id", "freed_at", "is_null", "next_free", "prev_free", "ref_count")
 
     def __init__(self, block_id: int, *, is_null: bool = False) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: BlockKey | None = None
         self.is_null = is_null
+        self.freed_at = 0.0  # when the last user left, of a block that nobody uses and that has a hash
         self.prev_free: KVCacheBlock | None = None  # links of the free queue; both None outside it
         self.next_free: KVCacheBlock | None = None
 
@@ -92,11 +94,15 @@ class BlockPool:
     Block 0 is the null block: padding points at it, nobody owns it, and it is in no count.
     """
 
-    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
-        """`events` is told what can no longer be found; what can, those say who know the tokens."""
-        if num_blocks < 2:
-            raise ValueError(f"a block pool needs the null block and one more, got num_blocks={num_blocks}")
+    def __init__(self, num_blocks: int, events: CacheListener | None = None, clock: Clock = steady_time) -> None:
+        """`events` is told what can no longer be found; what can, those say who know the tokens. With the null block
+        alone nothing can be kept, and nothing is by a model whose layers keep nothing."""
+        if num_blocks < 1:
+            raise ValueError(f"a block pool needs the null block, got num_blocks={num_blocks}")
         self._events = events
+        self._clock = clock
+        self.num_evictions = 0  # since the start: blocks given away although their content could be found
+        self.num_idle_cached_blocks = 0  # that nobody uses, and whose content can be found
         self._blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_blocks)]
         self.null_block = self._blocks[0]
         self._free = FreeKVCacheBlockQueue(self._blocks[1:])
@@ -121,11 +127,16 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of blocks in use, 0 to 1."""
-        return 1.0 - self.num_free_blocks / self.num_total_blocks
+        return 1.0 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
     def free_block_ids(self) -> list[int]:
         """In the order in which they will be given away."""
         return [block.block_id for block in self._free]
+
+    @property
+    def blocks(self) -> Sequence[KVCacheBlock]:
+        """All, the null block too, in the order of their ids; to read."""
+        return self._blocks
 
     def get_cached_block(self, key: BlockKey) -> KVCacheBlock | None:
         return self._cached.get(key)
@@ -136,6 +147,8 @@ class BlockPool:
         for block in blocks:
             block.ref_count = 1
             if block.block_hash is not None:
+                self.num_evictions += 1
+                self.num_idle_cached_blocks -= 1
                 self._forget(block, block.block_hash)
         return blocks
 
@@ -146,6 +159,7 @@ class BlockPool:
                 continue
             if block.ref_count == 0:
                 self._free.remove(block)
+                self.num_idle_cached_blocks -= block.block_hash is not None
             block.ref_count += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -163,7 +177,12 @@ class BlockPool:
             if block.ref_count == 0:
                 (unhashed if block.block_hash is None else hashed).append(block)
         self._free.prepend_all(unhashed)
-        self._free.append_all(hashed)
+        if hashed:
+            now = self._clock()
+            for block in hashed:
+                block.freed_at = now
+            self.num_idle_cached_blocks += len(hashed)
+            self._free.append_all(hashed)
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockKey]) -> None:
         """From now on `blocks[i]` can be found under `keys[i]`. A block is cached once in its life with a user."""
@@ -178,6 +197,7 @@ class BlockPool:
         """Nobody finds the content of these from now on; those who use it already go on."""
         for block in blocks:
             if block.block_hash is not None:
+                self.num_idle_cached_blocks -= block.ref_count == 0
                 self._forget(block, block.block_hash)
 
     def reset_prefix_cache(self) -> bool:
@@ -186,6 +206,7 @@ class BlockPool:
             return False
         for block in self._blocks:
             block.block_hash = None
+        self.num_idle_cached_blocks = 0
         self._cached.clear()
         self._duplicates.clear()
         if self._events is not None:

@@ -56,6 +56,18 @@ class SlidingWindowSpec(KVSpec):
         return min(self.num_blocks(num_tokens), self.num_blocks(self.window - 1 + max_step_tokens) + 1)
 
 
+@dataclass(frozen=True)
+class EncoderOnlySpec(KVSpec):
+    """Each token sees all of its request, which is computed in one step: nothing is kept, and no block is taken."""
+
+    @property
+    def token_bytes(self) -> int:
+        return 0
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        return 0
+
+
 def window_of(spec: KVSpec) -> int | None:
     return spec.window if isinstance(spec, SlidingWindowSpec) else None
 
@@ -72,7 +84,7 @@ class KVCacheGroup:
 class KVCacheConfig:
     """`num_blocks` counts the null block 0. A block is one page in every tensor; all pages have the same bytes.
 
-    Groups of full attention come first.
+    Groups of full attention come first. A model that keeps nothing has no group, and the null block alone.
     """
 
     num_blocks: int
@@ -89,4 +101,4 @@ class KVCacheConfig:
     @property
     def block_bytes(self) -> int:
         """Of one block in all tensors."""
-        return max(group.spec.page_bytes for group in self.groups) * len(self.tensors)
+        return max((group.spec.page_bytes for group in self.groups), default=0) * len(self.tensors)
