@@ -28,6 +28,7 @@ from inferd.appliance.library.options import OptionsStore
 from inferd.appliance.live import LiveSettings
 from inferd.appliance.log_ring import lines_of
 from inferd.appliance.memory.devices import HostOnly
+from inferd.appliance.memory.nvml import find_devices
 from inferd.appliance.memory.planner import MemoryPlanner, Resident
 from inferd.appliance.requests.engine_feed import EngineFeeds
 from inferd.appliance.requests.registry import RequestRegistry
@@ -45,7 +46,7 @@ def build_state(live: LiveSettings, library: Library, pulls: PullService, run_di
     hub = EventHub()
     catalog = Catalog(library, folder_records(live.current.model))
     options = OptionsStore(library.database)
-    planner = MemoryPlanner(live, catalog, FactsStore(library.database), options, HostOnly())
+    planner = MemoryPlanner(live, catalog, FactsStore(library.database), options, find_devices() or HostOnly())
     ticker = BoardTicker(hub)
     launcher = EngineLauncher(live, catalog, planner, run_dir)
     supervisor: Supervisor[ServedModel] = Supervisor(

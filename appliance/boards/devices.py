@@ -7,6 +7,7 @@ import platform
 import psutil
 
 from inferd.appliance.events.hub import EventHub
+from inferd.appliance.memory.devices import Gpu
 from inferd.appliance.memory.planner import MemoryPlanner
 from inferd.appliance.memory.probe import family, kept_bytes
 from inferd.appliance.schemas import DeviceStatus, OtherProcess
@@ -27,6 +28,8 @@ class DeviceBoard:
         if self._num_refreshes % OTHERS_EVERY == 0:
             self._others = self._largest_others()
         self._num_refreshes += 1
+        for gpu in self._planner.devices.gpus:
+            self._hub.put("devices", self._gpu(gpu))
         self._hub.put(
             "devices",
             DeviceStatus(
@@ -36,6 +39,22 @@ class DeviceBoard:
                 memory=self._planner.host_ledger(),
                 processes_other=self._others,
             ),
+        )
+
+    def _gpu(self, gpu: Gpu) -> DeviceStatus:
+        devices = self._planner.devices
+        vitals = devices.vitals(gpu.uuid)
+        return DeviceStatus(
+            id=gpu.uuid,
+            index=gpu.index,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            util=vitals.util,
+            power_w=vitals.power_w,
+            temperature_c=vitals.temperature_c,
+            fan=vitals.fan,
+            memory=self._planner.gpu_ledger(gpu.uuid),
+            processes_other=devices.others(gpu.uuid, self._planner.pids())[:NUM_OTHERS],
         )
 
     def _largest_others(self) -> tuple[OtherProcess, ...]:

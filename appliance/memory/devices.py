@@ -8,6 +8,7 @@ from typing import Protocol
 
 from inferd.appliance.memory.ledger import Reading
 from inferd.appliance.memory.probe import HostProbe
+from inferd.appliance.schemas import OtherProcess
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,16 @@ class Gpu:
     index: int
     name: str
     total_bytes: int
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """None: this card does not say."""
+
+    util: float | None = None  # 0 to 1
+    power_w: float | None = None
+    temperature_c: float | None = None
+    fan: float | None = None  # 0 to 1
 
 
 class Devices(Protocol):
@@ -27,6 +38,12 @@ class Devices(Protocol):
     def host(self, pids: Iterable[int]) -> Reading: ...
 
     def gpu(self, uuid: str, pids: Iterable[int]) -> Reading: ...
+
+    def vitals(self, uuid: str) -> Vitals: ...
+
+    def others(self, uuid: str, pids: Iterable[int]) -> tuple[OtherProcess, ...]:
+        """Programs that are not ours, the largest first."""
+        ...
 
 
 class HostOnly:
@@ -41,4 +58,10 @@ class HostOnly:
         return self._probe.read(pids)
 
     def gpu(self, uuid: str, pids: Iterable[int]) -> Reading:
+        raise KeyError(uuid)
+
+    def vitals(self, uuid: str) -> Vitals:
+        raise KeyError(uuid)
+
+    def others(self, uuid: str, pids: Iterable[int]) -> tuple[OtherProcess, ...]:
         raise KeyError(uuid)

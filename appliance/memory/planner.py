@@ -99,16 +99,31 @@ class MemoryPlanner:
         settings, limit = self._settings, self._settings.max_loaded_models
         host = self.host_reading()
         capacity = {HOST: room(host, settings.memory_budget_bytes, int(host.total * RESERVE_SHARE))}
-        for gpu in self._devices.gpus if self.uses_gpus else ():
-            reading = self._devices.gpu(gpu.uuid, self._pids())
+        for gpu in self._devices.gpus[:1] if self.uses_gpus else ():
+            reading = self._devices.gpu(gpu.uuid, self.pids())
             capacity[gpu.uuid] = room(reading, None, int(reading.total * RESERVE_SHARE))
         return capacity if limit is None else {**capacity, SLOTS: limit}
 
     def host_reading(self) -> Reading:
-        return self._devices.host(self._pids())
+        return self._devices.host(self.pids())
 
     def host_ledger(self) -> DeviceMemory:
         return ledger(self.host_reading(), [self._in_main_memory(resident) for resident in self.residents()])
+
+    @property
+    def devices(self) -> Devices:
+        return self._devices
+
+    def pids(self) -> list[int]:
+        """Of our engine processes, without their children."""
+        return [resident.pid for resident in self.residents()]
+
+    def gpu_ledger(self, uuid: str) -> DeviceMemory:
+        """All models lie on the one GPU that engines use."""
+        rows = [model_memory(resident.memory) for resident in self.residents()]
+        held = [msgspec.structs.replace(row, sleeping_host=0) for row in rows]
+        first = self._devices.gpus[0].uuid
+        return ledger(self._devices.gpu(uuid, self.pids()), held if uuid == first else [])
 
     def kv_cache_bytes(self, model: str) -> int | None:
         """What the engine is told to take; None where its own settings say so."""
@@ -145,7 +160,7 @@ class MemoryPlanner:
         place = {} if self._settings.max_loaded_models is None else {SLOTS: 1}
         if not self.uses_gpus:
             return ({HOST: guess.total, **place},)
-        return tuple({gpu.uuid: guess.total, HOST: PROCESS_BYTES, **place} for gpu in self._devices.gpus)
+        return ({self._devices.gpus[0].uuid: guess.total, HOST: PROCESS_BYTES, **place},)
 
     def _hint(self, guess: Estimate) -> str:
         largest = max((amount for pool, amount in self.capacity().items() if pool != SLOTS), default=0)
@@ -185,9 +200,6 @@ class MemoryPlanner:
         if self.uses_gpus:
             return ModelMemory(workspace=PROCESS_BYTES, sleeping_host=held.sleeping_host)
         return msgspec.structs.replace(held, workspace=held.workspace + PROCESS_BYTES, sleeping_host=0)
-
-    def _pids(self) -> list[int]:
-        return [resident.pid for resident in self.residents()]
 
 
 def model_memory(records: Iterable[MemoryRecord]) -> ModelMemory:
