@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from inferd.appliance.schemas import DeviceStatus, ModelStatus, RequestRecord
 from inferd.tui.format import FANCY, Glyphs, amount, bar, cut, gib, short_id, span, thousands, tokens
 
+LONG_ID = re.compile(r"\b[0-9a-f]{32}\b")
 ENDED = ("finished", "failed", "cancelled")
 STATE_ORDER = ("decode", "prefill", "preempted", "paused", "waiting", "queued", "failed", "cancelled", "finished")
 
@@ -112,7 +114,7 @@ def request_row(request: RequestRecord, now: float | None = None) -> Row:
 def why(request: RequestRecord) -> str:
     """What it does, or why it does not."""
     if request.reason_text:
-        return request.reason_text
+        return LONG_ID.sub(lambda found: short_id(found.group()), request.reason_text)
     if request.state == "decode":
         blocks = f", {request.kv_blocks} blocks" if request.kv_blocks else ""
         return f"{request.tokens_per_s:.0f} tok/s{blocks}"

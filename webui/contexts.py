@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from inferd.webui.pictures import Cell, Line, Segment, StepBar, block_cells, lin
 
 STATE_ORDER = ("decode", "prefill", "preempted", "paused", "waiting", "queued", "failed", "cancelled", "finished")
 NEWS_S = 3600.0
+LONG_ID = re.compile(r"\b[0-9a-f]{32}\b")
 MESSAGES = [{"role": "user", "content": "…"}]
 
 
@@ -125,7 +127,7 @@ def matches(request: RequestRecord, wanted: Mapping[str, str]) -> bool:
 def why(request: RequestRecord) -> str:
     """What it does, or why it does not."""
     if request.reason_text:
-        return request.reason_text
+        return LONG_ID.sub(lambda found: found.group()[:12], request.reason_text)
     if request.state == "decode":
         return f"{request.tokens_per_s:.0f} tokens a second"
     if request.state == "prefill":

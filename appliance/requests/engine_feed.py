@@ -109,11 +109,15 @@ class _ModelFeed:
                 ours[record.id] = live
         for records in parts.values():
             live = ours[records[0].id]
-            live.engine_fields = joined(records, {name: other.id for name, other in ours.items()})
+            live.engine_fields = joined(records, {name: other.id for name, other in ours.items()}, self._names())
             self._registry.publish(live)
         if self._hub.is_wanted("steps"):
             for step in update.steps:
                 self._hub.append("steps", self._step(step, ours))
+
+    def _names(self) -> dict[str, str]:
+        """Engine id → the name by which an engine's sentences call it."""
+        return {record.id: record.name or record.id for record in self._mirror.records.values()}
 
     def _step(self, step: EngineStep, ours: dict[str, LiveRequest]) -> StepRecord:
         def name(engine_id: str) -> str:
@@ -137,17 +141,21 @@ class _ModelFeed:
         )
 
 
-def joined(records: Sequence[RequestRecord], names: dict[str, str]) -> dict[str, Any]:
-    """The fields of a daemon's request whose parts are `records`. `names`: engine id → our id, for who is named."""
+def joined(records: Sequence[RequestRecord], ours: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
+    """The fields of a daemon's request whose parts are `records`.
+
+    `ours`: engine id → our id. `names`: engine id → how a sentence calls it.
+    """
     last = min(records, key=lambda record: _rank(record.state))
     fields: dict[str, Any] = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
     fields |= {name: getattr(last, name) for name in OF_THE_LAST}
     fields |= {"state": last.state.value, "reason": last.reason.value if last.reason is not None else None}
     fields["tokens_per_s"] = sum(record.tokens_per_s for record in records)
     if last.diverged_from is not None:
-        fields["diverged_from"] = names.get(last.diverged_from, last.diverged_from)
-    if last.blocked_by is not None and last.blocked_by in names:
-        fields["reason_text"] = last.reason_text.replace(last.blocked_by, names[last.blocked_by])
+        fields["diverged_from"] = ours.get(last.diverged_from, last.diverged_from)
+    if last.blocked_by is not None and last.blocked_by in ours:
+        called = names.get(last.blocked_by, last.blocked_by)
+        fields["reason_text"] = last.reason_text.replace(called, ours[last.blocked_by])
     return fields
 
 
