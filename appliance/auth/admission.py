@@ -32,7 +32,7 @@ class Spent:
 
 
 class Admission:
-    """`num_open` is how many requests of a model there are, waiting ones among them, `max_open` how many there may be."""
+    """`num_open`: how many requests of a model there are, waiting ones among them; `max_open`: how many there may be."""
 
     def __init__(self, usage: UsageStore, num_open: Callable[[str], int], max_open: Callable[[], int]) -> None:
         self._usage = usage
