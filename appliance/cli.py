@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from inferd.appliance import admin_cli, config_cli, library_cli
+from inferd.appliance import admin_cli, config_cli, doctor_cli, library_cli
 from inferd.appliance.chat_cli import ChatOptions, chat_once, chat_with_person
 from inferd.appliance.cli_options import HostOption, JsonOption, PortOption
 from inferd.appliance.client import Client
@@ -162,3 +162,4 @@ def _assignments(texts: list[str] | None) -> dict[str, Any]:
 library_cli.register(app)
 admin_cli.register(app)
 config_cli.register(app)
+doctor_cli.register(app)

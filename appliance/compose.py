@@ -48,7 +48,7 @@ def build_state(live: LiveSettings, library: Library, pulls: PullService, run_di
     options = OptionsStore(library.database)
     planner = MemoryPlanner(live, catalog, FactsStore(library.database), options, find_devices() or HostOnly())
     ticker = BoardTicker(hub)
-    launcher = EngineLauncher(live, catalog, planner, run_dir)
+    launcher = EngineLauncher(live, catalog, planner, options, run_dir)
     supervisor: Supervisor[ServedModel] = Supervisor(
         launcher.start,
         planner,
@@ -104,10 +104,13 @@ def build_state(live: LiveSettings, library: Library, pulls: PullService, run_di
 class EngineLauncher:
     """Starts the engine of a model of the catalog, and tells the planner what that took."""
 
-    def __init__(self, live: LiveSettings, catalog: Catalog, planner: MemoryPlanner, run_dir: Path) -> None:
+    def __init__(
+        self, live: LiveSettings, catalog: Catalog, planner: MemoryPlanner, options: OptionsStore, run_dir: Path
+    ) -> None:
         self._live = live
         self._catalog = catalog
         self._planner = planner
+        self._options = options
         self._run_dir = run_dir
         self.observe: Callable[[str], LatencyObserver | None] = lambda model: None
 
@@ -117,8 +120,15 @@ class EngineLauncher:
         kv_cache_bytes = self._planner.kv_cache_bytes(model)
         args = settings.engine.to_args(self._catalog.folder(record), kv_cache_bytes=kv_cache_bytes)
         recommended = recommended_sampling([file.sha256 for file in record.files])
+        options = self._options.find(model)
         served = await ServedModel.start(
-            args, self._run_dir, settings.load_timeout_s, recommended, on_line=lines_of(record.id)
+            args,
+            self._run_dir,
+            settings.load_timeout_s,
+            recommended,
+            on_line=lines_of(record.id),
+            tool_parser=options.tool_parser or settings.tool_parser,
+            reasoning_parser=options.reasoning_parser or settings.reasoning_parser,
         )
         if (observer := self.observe(model)) is not None:
             served.llm.observe(observer)

@@ -25,9 +25,7 @@ def register(app: typer.Typer) -> None:
 
 def show(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="This file instead of the usual inferd.toml.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="This file instead of the usual inferd.toml.")] = None,
     changed: Annotated[bool, typer.Option("--changed", help="Only what is not as built in.")] = False,
     as_json: JsonOption = False,
 ) -> None:

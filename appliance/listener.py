@@ -28,7 +28,7 @@ def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTaken(
-            f"port {port} of {host} is taken by {_holder(address)}; choose another one with --port"
+            f"port {port} of {host} is taken by {holder_of(address)}; choose another one with --port"
         ) from None
     listener.setblocking(False)
     return listener
@@ -52,7 +52,8 @@ def listen_unix(path: Path, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def _holder(address: tuple[Any, ...]) -> str:
+def holder_of(address: tuple[Any, ...]) -> str:
+    """Name and pid of the process that listens at (host, port), or "another process" where this user may not know."""
     import psutil  # here, because most starts never need it
 
     host, port = address[:2]

@@ -22,6 +22,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
+from inferd.appliance.chat.reasoning import format as reasoning_formats
+from inferd.appliance.chat.tools import registry as tool_formats
 from inferd.appliance.keepalive import parse_keep_alive
 from inferd.appliance.origins import DEFAULT, OPTION, origins_of
 from inferd.engine.config import EngineArgs, SpeculativeArgs
@@ -138,6 +140,8 @@ class Settings(BaseSettings):
     head_limit_bytes: Count = 16 * 1024
     head_timeout_s: PositiveSeconds = 10.0
     max_connections: Count = 1024
+    tool_parser: str = "auto"  # how models write tool calls; "auto": as their chat template shows
+    reasoning_parser: str = "auto"  # the same of reasoning; "none": all of the output is the answer
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineSettings = Field(default_factory=EngineSettings)
     _origins: Mapping[str, str] | None = PrivateAttr(default=None)  # None: no file and no variable was asked
@@ -178,6 +182,18 @@ class Settings(BaseSettings):
     def _duration(cls, text: str) -> str:
         parse_keep_alive(text)
         return text
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _tool_parser(cls, name: str) -> str:
+        tool_formats.format_of(None, name)
+        return name
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _reasoning_parser(cls, name: str) -> str:
+        reasoning_formats.format_of(None, (), name)
+        return name
 
     @field_validator("home", "run_dir")
     @classmethod

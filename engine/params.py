@@ -78,6 +78,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     repetition_detection: RepetitionDetection | None = None
     structured_output: StructuredOutput | None = None
     skip_special_tokens: bool = True
+    shown_special_token_ids: list[int] = msgspec.field(default_factory=list)  # these stand in the text all the same
     logprobs: int | None = None  # per output token: its own and this many of the most likely; -1: of all tokens
     prompt_logprobs: int | None = None  # the same per prompt token
     extra_args: dict[str, Any] | None = None  # for logits processors that are not built in
@@ -165,6 +166,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop token ids", param="stop_token_ids")
         _token_ids("stop_token_ids", self.stop_token_ids)
+        _token_ids("shown_special_token_ids", self.shown_special_token_ids)
 
 
 def without_grammar(params: SamplingParams) -> SamplingParams:
@@ -179,6 +181,7 @@ def token_ids_in(params: SamplingParams) -> Iterable[tuple[str, list[int]]]:
     yield "stop_token_ids", params.stop_token_ids
     yield "logit_bias", list(params.logit_bias or ())
     yield "allowed_token_ids", params.allowed_token_ids or []
+    yield "shown_special_token_ids", params.shown_special_token_ids
     for token_ids in params.bad_words_token_ids:
         yield "bad_words", token_ids
     if params.structured_output is not None and params.structured_output.reasoning is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from inferd.kernels.activation import reference as activation
 from inferd.kernels.common.ops import KernelChoice, KernelUnavailable, Ops
-from inferd.kernels.cpu.build import default_cache_dir
+from inferd.kernels.cpu.build import default_cache_dir, load_library
 from inferd.kernels.cpu.ops import native_ops
 from inferd.kernels.cuda.ops import cuda_ops
 from inferd.kernels.linear import reference as linear
-from inferd.kernels.lora import masked as masked_lora
+from inferd.kernels.lora import native as native_lora
 from inferd.kernels.lora import reference as lora
 from inferd.kernels.lora.rows import AddLora
 from inferd.kernels.norm import reference as norm
@@ -60,15 +61,21 @@ def build_greedy(device: torch.device, choice: KernelChoice = "auto") -> Callabl
     return greedy
 
 
-def build_add_lora(device: torch.device, choice: KernelChoice = "auto") -> AddLora:
-    """The low-rank parts of adapters on `device`: `lora.reference.add_lora`, or the same faster."""
-    if choice != "torch" and device.type == "cpu":
-        return masked_lora.add_lora
-    if device.type != "cuda" or choice == "torch" or find_spec("triton") is None:
-        return lora.add_lora
-    from inferd.kernels.lora.triton import add_lora
+def build_add_lora(
+    device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto", *, cache_dir: Path | None = None
+) -> AddLora:
+    """The low-rank parts of adapters: `lora.reference.add_lora`, or the same as a kernel of our own where there is one.
 
-    return add_lora
+    Arguments are those of `build_ops`, which has said by then what cannot be served.
+    """
+    if device.type == "cuda" and choice != "torch" and find_spec("triton") is not None:
+        from inferd.kernels.lora.triton import add_lora
+
+        return add_lora
+    if device.type == "cpu" and choice != "torch" and dtype == torch.bfloat16:
+        with suppress(KernelUnavailable):
+            return native_lora.make_add_lora(load_library(cache_dir or default_cache_dir()))
+    return lora.add_lora
 
 
 def torch_ops(reason: str) -> Ops:

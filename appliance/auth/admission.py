@@ -32,7 +32,7 @@ class Spent:
 
 
 class Admission:
-    """`num_open`: how many requests of a model there are, waiting ones among them; `max_open`: how many there may be."""
+    """`num_open`: requests that a model has, waiting ones among them; `max_open`: how many it may have."""
 
     def __init__(self, usage: UsageStore, num_open: Callable[[str], int], max_open: Callable[[], int]) -> None:
         self._usage = usage

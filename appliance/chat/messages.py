@@ -82,7 +82,12 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             raise InvalidRequest(f"{where}: the arguments are not valid JSON", param=where) from None
-    return {**call, "function": {**function, "arguments": arguments or {}}}
+    if isinstance(arguments, str):  # encoded twice
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(f"{where}: the arguments are not valid JSON", param=where) from None
+    return {"type": "function", **call, "function": {**function, "arguments": arguments or {}}}
 
 
 def merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

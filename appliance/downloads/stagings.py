@@ -100,16 +100,25 @@ class Stagings:
                 shutil.rmtree(part)
 
     def unfinished(self) -> list[UnfinishedPull]:
-        pulls = []
-        for entry in self._entries():
-            note = _read_note(entry)
-            pulls.append(UnfinishedPull(note.model, note.source or None, note.name, size_of(entry)))
-        return sorted(pulls, key=lambda pull: pull.model)
+        return unfinished_pulls(self._library.models_folder)
 
     def _entries(self) -> list[Path]:
-        if not self._parts.is_dir():
-            return []
-        return [entry for entry in self._parts.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        return _entries_of(self._parts)
+
+
+def unfinished_pulls(models_folder: Path) -> list[UnfinishedPull]:
+    """Only looks. Raises `OSError` where it may not."""
+    pulls = []
+    for entry in _entries_of(models_folder / PARTS_FOLDER):
+        note = _read_note(entry)
+        pulls.append(UnfinishedPull(note.model, note.source or None, note.name, size_of(entry)))
+    return sorted(pulls, key=lambda pull: pull.model)
+
+
+def _entries_of(parts: Path) -> list[Path]:
+    if not parts.is_dir():
+        return []
+    return [entry for entry in parts.iterdir() if entry.is_dir() and not entry.is_symlink()]
 
 
 def _model_of(entry: Path) -> str:

@@ -17,6 +17,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     context_limit: int | None = None
     sampling: dict[str, Any] = {}  # defaults for requests, stronger than what the model's authors recommend
     chat_template: str | None = None
+    tool_parser: str | None = None  # the name of a way of writing tool calls; None: the daemon's setting
+    reasoning_parser: str | None = None  # the same of reasoning; "none": none of the output is
     engine: dict[str, Any] = {}  # fields of `EngineArgs`
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from inferd.appliance.chat.answer import AnswerFormat
 from inferd.appliance.chat.messages import ChatMessage
 from inferd.appliance.chat.renderer import ChatRenderer
+from inferd.appliance.chat.tools.format import Tool
 from inferd.appliance.requests.live import LiveRequest
 from inferd.appliance.supervisor.errors import ModelUnavailable
 from inferd.engine.config import EngineArgs
@@ -27,18 +29,25 @@ from inferd.engine.pooling.inputs import PoolingPrompt
 from inferd.engine.pooling.params import PoolingParams
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-REASONING_TOKENS = ("<think>", "</think>")
 LONG_PROMPT = 4096  # characters or ids; longer ones are looked at on a thread, because milliseconds count for streams
 
 
 class ServedModel:
     """One model that answers. `sampling_defaults` are what its authors recommend, by field of `SamplingParams`."""
 
-    def __init__(self, llm: AsyncLLM, sampling_defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        sampling_defaults: Mapping[str, Any],
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        """Raises `ValueError` for a parser that nobody knows."""
         self.llm = llm
         self.sampling_defaults = sampling_defaults
+        self.answers = AnswerFormat(llm.tokenizer, tool_parser, reasoning_parser)
         self.memory: tuple[MemoryRecord, ...] = ()  # of each rank, as of the last load, sleep or wake
-        self._chat = ChatRenderer(llm.tokenizer)
+        self._chat = ChatRenderer(llm.tokenizer, self.answers.tools if self.answers.knows_tools else None)
         self._stopping = False
 
     @classmethod
@@ -49,15 +58,18 @@ class ServedModel:
         start_timeout_s: float,
         recommended: Mapping[str, float] | None = None,
         on_line: Callable[[str], None] | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> ServedModel:
         """`recommended` are sampling defaults that stand behind those of the model's own files. `on_line` gets what the
-        engine prints, on another thread.
+        engine prints, on another thread. The parsers are named as in `AnswerFormat`.
 
         Raises what kept the engine from starting. Cancelling it ends the engine.
         """
         llm = await AsyncLLM.start(args, run_dir, start_timeout_s=start_timeout_s, on_line=on_line)
         try:
-            served = cls(llm, {**(recommended or {}), **read_sampling_defaults(Path(args.model))})
+            defaults = {**(recommended or {}), **read_sampling_defaults(Path(args.model))}
+            served = cls(llm, defaults, tool_parser, reasoning_parser)
             await asyncio.to_thread(served._chat.start)
             await served._measure()
             return served
@@ -76,12 +88,6 @@ class ServedModel:
     @property
     def max_model_len(self) -> int:
         return self.llm.ready.max_model_len
-
-    @property
-    def reasoning_token_ids(self) -> tuple[int, int] | None:
-        """Around a block of reasoning, for models that have tokens for it."""
-        start, end = (self.llm.tokenizer.backend.token_to_id(token) for token in REASONING_TOKENS)
-        return None if start is None or end is None else (start, end)
 
     @property
     def last_heartbeat(self) -> float:
@@ -111,11 +117,13 @@ class ServedModel:
     async def _measure(self) -> None:
         self.memory = tuple(msgspec.convert(await self.llm.call("memory"), list[MemoryRecord]))
 
-    async def chat_token_ids(self, messages: list[ChatMessage], options: Mapping[str, Any]) -> list[int]:
+    async def chat_token_ids(
+        self, messages: list[ChatMessage], options: Mapping[str, Any], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Raises `InvalidRequest`."""
         if (pooling := self.llm.ready.pooling) is not None:
             refuse_generation(pooling.tasks)
-        return await asyncio.to_thread(self._chat.token_ids, messages, options)
+        return await asyncio.to_thread(self._chat.token_ids, messages, options, tools)
 
     async def prepare(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str, cache_salt: str | None, live: LiveRequest

@@ -278,10 +278,12 @@ class EngineSlot(Generic[EngineT]):
     async def _bury(self, kind: FailureKind, death: object) -> None:
         lived_s = time.monotonic() - self.since
         log.error("the engine of %s ended after %.1f s in state %s", self.model, lived_s, self.state.value)
-        await self._end_process()
+        engine, self._engine = self._engine, None
         self._crashes_in_a_row = self._crashes.count_failure(self._crashes_in_a_row, lived_s)
         delay_s = self._crashes.delay_s(self._crashes_in_a_row)
         self._stand_failed(Failure(kind, time.monotonic() + delay_s, True, _as_error(death)))
+        if engine is not None:  # clearing up takes a while, and nobody is to take it for ready meanwhile
+            await engine.shutdown(0.0)
 
     def _fail(self, kind: FailureKind, error: BaseException | None) -> None:
         known = isinstance(error, EngineError)

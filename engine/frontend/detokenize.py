@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,9 +33,9 @@ class ByteLevelDecoder:
     that emits an invalid byte again and again is never heard of, at growing cost.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Collection[int] = ()) -> None:
         self._backend = tokenizer.backend
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
@@ -55,16 +56,20 @@ class WindowDecoder:
     here: the library gives up a whole run of them for one invalid byte.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._shown = tokenizer.special_ids.intersection(shown) if skip_special_tokens else frozenset()
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_length = len(self._decode([]))
         self._pending: list[int] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        byte = fallback_byte(self._tokenizer.backend.id_to_token(token_id) or "")
+        token = self._tokenizer.backend.id_to_token(token_id) or ""
+        if token_id in self._shown:
+            return self.flush() + token
+        byte = fallback_byte(token)
         if byte is not None:
             return self._release() + self._utf8.decode(byte)
         emitted = self._utf8.decode(b"", final=True)
@@ -93,9 +98,10 @@ class WindowDecoder:
         return self._tokenizer.decode(self._anchor + token_ids, skip_special_tokens=self._skip)
 
 
-def make_decoder(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenDecoder:
+def make_decoder(tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Collection[int] = ()) -> TokenDecoder:
+    """`shown` are special tokens that stand in the text though others are skipped."""
     kind = ByteLevelDecoder if tokenizer.is_byte_level else WindowDecoder
-    return kind(tokenizer, skip_special_tokens=skip_special_tokens)
+    return kind(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
 
 
 class StopStringFilter:
@@ -157,7 +163,9 @@ class IncrementalDetokenizer:
     """The text of one request. All texts of its updates and of `finish` joined are its output."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._decoder = make_decoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._decoder = make_decoder(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_token_ids
+        )
         self._filter = StopStringFilter(params.stop, include_stop=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._include_stop_token = params.include_stop_str_in_output

@@ -165,6 +165,8 @@ def _grammar(library: Any, spec: StructuredOutput) -> str:
 
 
 def _structural_tag(library: Any, tag: dict[str, Any]) -> str:
+    if "separator" in tag:
+        return str(library.LLMatcher.grammar_from_lark(_exact_lark(tag)))
     tags = [
         library.StructTag(
             trigger=next(trigger for trigger in tag["triggers"] if structure["begin"].startswith(trigger)),
@@ -175,6 +177,22 @@ def _structural_tag(library: Any, tag: dict[str, Any]) -> str:
         for structure in tag["structures"]
     ]
     return str(library.StructTag.to_grammar(tags, assume_special=False))
+
+
+def _exact_lark(tag: dict[str, Any]) -> str:
+    """Structures and nothing around them, as a grammar with a rule for each."""
+    rules = [
+        f"tag_{index}: {json.dumps(structure['begin'])} schema_{index} {json.dumps(structure['end'])}\n"
+        f"schema_{index}: %json {json.dumps(structure['schema'])}"
+        for index, structure in enumerate(tag["structures"])
+    ]
+    repeat = "" if tag.get("once", False) else f" ({json.dumps(tag['separator'])} tag)*"
+    prefix, suffix = (json.dumps(tag[name]) if name in tag else "" for name in ("prefix", "suffix"))
+    start = f"start: {prefix} tag{repeat} {suffix}"
+    if "or_schema" in tag:
+        start += " | answer"
+        rules.append(f"answer: %json {json.dumps(tag['or_schema'])}")
+    return "\n".join([start, "tag: " + " | ".join(f"tag_{i}" for i in range(len(tag["structures"]))), *rules])
 
 
 def _no_count_of_properties(node: Node) -> Refusal | None:

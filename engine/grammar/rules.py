@@ -18,7 +18,9 @@ def schemas_of(spec: StructuredOutput) -> list[Any]:
     if spec.kind is GrammarKind.JSON_SCHEMA:
         return [json.loads(spec.source)]
     if spec.kind is GrammarKind.STRUCTURAL_TAG:
-        return [structure["schema"] for structure in json.loads(spec.source)["structures"]]
+        tag = json.loads(spec.source)
+        own = [tag["or_schema"]] if "or_schema" in tag else []
+        return own + [structure["schema"] for structure in tag["structures"]]
     return []
 
 

@@ -34,7 +34,9 @@ class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_
     Exactly one of the first six fields is set. `json_schema` and `structural_tag` also take the parsed JSON and keep
     its text, with the order of keys: properties come out in that order. A `grammar` is EBNF in the GBNF notation, with
     a rule `root ::=`, or Lark with a rule `start:`. A `structural_tag` leaves text free until a trigger occurs in it:
-    `{"triggers": [...], "structures": [{"begin": ..., "schema": ..., "end": ...}]}`.
+    `{"triggers": [...], "structures": [{"begin": ..., "schema": ..., "end": ...}]}`. With a `separator` in place of the
+    triggers nothing is free: the output is one or more structures with that between them, exactly one if `once` is true,
+    all of them between `prefix` and `suffix`, which may be left out; or it is a value of `or_schema`, where that is given.
 
     `reasoning` is the pair of token ids that open and close a block of reasoning. Inside such a block, whether the
     prompt or the output opened it, nothing is constrained except that the output may not end there.
@@ -82,6 +84,7 @@ class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_
 
 
 _EBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_EDGES = ("separator", "prefix", "suffix")
 _LARK_START = re.compile(r"^\s*start\s*:", re.MULTILINE)
 
 
@@ -129,18 +132,32 @@ def _check_structural_tag(spec: StructuredOutput) -> None:
     if not isinstance(tag, dict):
         raise _wrong("structural_tag must be an object with triggers and structures")
     triggers, structures = tag.get("triggers"), tag.get("structures")
-    _strings("structural_tag.triggers", triggers)
+    if "separator" in tag:
+        _check_exact_tag(tag)
+    else:
+        _strings("structural_tag.triggers", triggers)
     if not isinstance(structures, list) or not structures:
         raise _wrong("structural_tag.structures must be a list of one or more objects")
     for index, structure in enumerate(structures):
-        _check_structure(f"structural_tag.structures[{index}]", structure, cast(list[str], triggers))
+        _check_structure(f"structural_tag.structures[{index}]", structure, cast(list[str] | None, triggers))
 
 
-def _check_structure(where: str, structure: Any, triggers: list[str]) -> None:
+def _check_exact_tag(tag: dict[str, Any]) -> None:
+    unknown = set(tag) - {"separator", "structures", "prefix", "suffix", "once", "or_schema"}
+    if unknown:
+        raise _wrong(f"structural_tag with a separator cannot have {sorted(unknown)[0][:60]!r}")
+    _strings("structural_tag.separator, .prefix and .suffix", [tag[name] for name in _EDGES if name in tag])
+    if not isinstance(tag.get("once", False), bool):
+        raise _wrong("structural_tag.once must be true or false")
+    if "or_schema" in tag:
+        check_schema(tag["or_schema"])
+
+
+def _check_structure(where: str, structure: Any, triggers: list[str] | None) -> None:
     if not isinstance(structure, dict) or set(structure) != {"begin", "schema", "end"}:
         raise _wrong(f"{where} must have begin, schema and end, and nothing else")
     _strings(f"{where}.begin and .end", [structure["begin"], structure["end"]])
-    if sum(structure["begin"].startswith(trigger) for trigger in triggers) != 1:
+    if triggers is not None and sum(structure["begin"].startswith(trigger) for trigger in triggers) != 1:
         raise _wrong(f"{where}.begin must begin with exactly one of the triggers")
     check_schema(structure["schema"])
 

@@ -217,10 +217,29 @@ def _structural_tag(tag: dict[str, Any]) -> dict[str, Any]:
         }
         for structure in tag["structures"]
     ]
+    if "separator" in tag:
+        return {"type": "structural_tag", "format": _exact_format(tag, tags)}
     return {
         "type": "structural_tag",
         "format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags},
     }
+
+
+def _exact_format(tag: dict[str, Any], tags: list[dict[str, Any]]) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": tag["separator"],
+        "at_least_one": True,
+        "stop_after_first": tag.get("once", False),
+    }
+    texts = {name: {"type": "const_string", "value": tag[name]} for name in ("prefix", "suffix") if name in tag}
+    if texts:
+        elements = (texts.get("prefix"), body, texts.get("suffix"))
+        body = {"type": "sequence", "elements": [element for element in elements if element is not None]}
+    if "or_schema" in tag:
+        body = {"type": "or", "elements": [{"type": "json_schema", "json_schema": tag["or_schema"]}, body]}
+    return body
 
 
 def _one_of_all(node: Node) -> Refusal | None:

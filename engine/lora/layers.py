@@ -38,7 +38,7 @@ class LinearPlan:
 
     matrices: tuple[str, ...]  # their names in the checkpoint, without ".weight"
     placements: tuple[Placement, ...]
-    dtype: torch.dtype  # of the factors
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, name: str, layer: ParallelLinear) -> LinearPlan | None:
@@ -47,9 +47,7 @@ class LinearPlan:
         matrices = tuple(_matrix(name, shard) for shard, _ in placements)
         if any(matrix.rpartition(".")[2] not in LINEARS for matrix in matrices):
             return None
-        # Small products are faster in float32 on a processor.
-        dtype = torch.float32 if layer.target.device.type == "cpu" else layer.target.torch_dtype
-        return cls(matrices, tuple(placement for _, placement in placements), dtype)
+        return cls(matrices, tuple(placement for _, placement in placements), layer.target.torch_dtype)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from inferd.engine.config import EngineConfig, LoRAConfig
 from inferd.engine.errors import EngineError, LoadError
 from inferd.engine.layers.linear import ParallelLinear
+from inferd.engine.layers.target import TORCH_DTYPES
 from inferd.engine.lora.adapter import NO_ADAPTER
 from inferd.engine.lora.config import read_adapter_config
 from inferd.engine.lora.files import read_adapter
@@ -53,7 +54,9 @@ class WorkerAdapters:
     @classmethod
     def make(cls, config: EngineConfig, device: torch.device) -> WorkerAdapters | None:
         """None for an engine without adapters."""
-        return cls(config.lora, device, build_add_lora(device, config.kernels)) if config.lora is not None else None
+        if config.lora is None:
+            return None
+        return cls(config.lora, device, build_add_lora(device, TORCH_DTYPES[config.dtype], config.kernels))
 
     @property
     def can_be_captured(self) -> bool:
@@ -65,7 +68,7 @@ class WorkerAdapters:
         if self._add_lora is reference.add_lora:
             kernels = "plain torch"
         else:
-            kernels = "own Triton kernels" if self._device.type == "cuda" else "plain torch, all adapters at once"
+            kernels = f"own {'Triton' if self._device.type == 'cuda' else 'C'} kernels"
         if not captures:
             return f"lora: {kernels}"
         how = "are captured too" if self.can_be_captured else "run eagerly"
@@ -144,7 +147,7 @@ class WorkerAdapters:
 
     @contextmanager
     def applied_later(self, rows: Tensor, tiles: Tensor) -> Iterator[None]:
-        """While the model is captured: rows[size] i64 and tiles[m, 3] i32 will hold what `lay_out` gives, in small
+        """While the model is captured: rows[size] i64 and tiles[m, 4] i32 will hold what `lay_out` gives, in small
         tiles, when it is replayed."""
         with self._looking_at(LoraRows(rows, (), tiles, SMALL_TILE), is_static=True):
             yield
@@ -168,8 +171,8 @@ class WorkerAdapters:
                 layer.fill(slot, loaded.factors.get(name, {}))
 
     def _keep(self, matrix: str, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """A dense copy, from which a card can fetch by itself. Raises LoadError for what is no finite number in `dtype`:
-        it could reach rows of other adapters."""
+        """A dense copy, from which a card can fetch by itself. Raises LoadError for what is not finite in `dtype`: it
+        would end every request with the adapter."""
         kept = torch.empty(part.shape, dtype=dtype, pin_memory=self._device.type == "cuda").copy_(part)
         if not kept.isfinite().all():
             raise LoadError(f"the factors of {matrix} hold NaN or what is infinite in {dtype}")

@@ -15,7 +15,8 @@ from inferd.engine.spec.length import Confidence, after_check, break_even_share,
 @dataclass(slots=True)
 class _Tracked:
     confidence: Confidence = field(default_factory=Confidence)
-    drafts: list[int] = field(default_factory=list)  # what may follow on all of its known tokens
+    drafts: list[int] = field(default_factory=list)
+    num_tokens: int = 0  # of the request: what the drafts follow on
 
 
 def make_speculation(config: EngineConfig) -> Speculation:
@@ -40,7 +41,7 @@ class DraftDesk:
 
     def take(self, request: Request, most: int) -> list[int]:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not tracked.drafts:
+        if tracked is None or tracked.num_tokens != request.num_tokens:
             return []
         drafts, tracked.drafts = tracked.drafts, []
         left = longest_length(request, self._max_model_len) - request.num_tokens - 1
@@ -55,7 +56,8 @@ class DraftDesk:
 
     def put(self, request: Request, drafts: list[int]) -> None:
         if request.status is RequestStatus.RUNNING:
-            self._of(request).drafts = drafts
+            tracked = self._of(request)
+            tracked.drafts, tracked.num_tokens = drafts, request.num_tokens
 
     def checked(self, request: Request, num_drafts: int, num_accepted: int, num_running: int) -> None:
         tracked = self._of(request)

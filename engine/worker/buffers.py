@@ -40,7 +40,7 @@ class DecodeInputs(Generic[Array]):
     prefix_rows: Array  # [size] i32
     row_group: Array  # [size] i32, -1 for a row that shares nothing
     lora_rows: Array  # [size] i64, see `LoraRows`; nothing where there are no adapters
-    lora_tiles: Array  # [tiles, 3] i32, NO_SLOT first for padding
+    lora_tiles: Array  # [tiles, 4] i32, NO_SLOT first for padding
     block_tables: tuple[Array, ...]  # [size, columns] i32 per KV group
 
     @classmethod
@@ -65,7 +65,7 @@ def decode_fields(size: int, table_widths: Sequence[int], num_adapters: int = 0)
         "prefix_rows": (_I32, (size,)),
         "row_group": (_I32, (size,)),
         "lora_rows": (_I64, (lora_size,)),
-        "lora_tiles": (_I32, (max_tiles(lora_size, num_adapters), 3)),
+        "lora_tiles": (_I32, (max_tiles(lora_size, num_adapters), 4)),
         **{f"block_table.{group}": (_I32, (size, width)) for group, width in enumerate(table_widths)},
     }
 
@@ -123,9 +123,7 @@ class DecodeBuffers:
     Each size has a layout of its own, so that a step copies what its size needs and no more.
     """
 
-    def __init__(
-        self, max_size: int, table_widths: Sequence[int], device: torch.device, num_adapters: int = 0
-    ) -> None:
+    def __init__(self, max_size: int, table_widths: Sequence[int], device: torch.device, num_adapters: int = 0) -> None:
         """`num_adapters`: the most of one step."""
         self._shape = tuple(table_widths), num_adapters
         num_bytes = _place(decode_fields(max_size, *self._shape))[1]
@@ -142,9 +140,7 @@ class DecodeBuffers:
             views[name] = raw.view(torch_dtype(dtype)).view(shape)
         return DecodeInputs.of(views)
 
-    def load(
-        self, size: int, step: StepLayout, shared: Sequence[SharedTokens], lora: HostRows | None = None
-    ) -> None:
+    def load(self, size: int, step: StepLayout, shared: Sequence[SharedTokens], lora: HostRows | None = None) -> None:
         """Bring a step into place, behind whatever the device is doing."""
         stage = self._stages[0]
         self._stages.reverse()

@@ -1,4 +1,4 @@
-"""Low-rank parts of linear maps of few tokens by the C kernel: in torch a small product costs its call, not its work."""
+"""Low-rank parts of linear maps of few tokens by the C kernel: to torch, small products cost a call, not their work."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from inferd.kernels.cpu.native import check_status, check_vectors
 from inferd.kernels.lora import reference
 from inferd.kernels.lora.rows import AddLora, LoraRows
 
+BAD_INDEX = 1  # as in runtime.h; any other status but 0 is a want of memory
 MAX_TOKENS = 256  # with more, torch's matrix products are faster
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -30,7 +30,8 @@ def make_add_lora(library: ctypes.CDLL) -> AddLora:
         if len(lora.rows) > MAX_TOKENS:
             reference.add_lora(y, x, a, b, sizes, lora)
             return
-        check_vectors("add_lora", x, y, a, b)
+        if any(tensor.dtype is not torch.bfloat16 or tensor.stride(-1) != 1 for tensor in (x, y, a, b)):
+            raise TypeError(f"add_lora takes bfloat16 with a dense last dimension, not {x.dtype}, {y.dtype}, {a.dtype}")
         num_slots, max_rank, num_matrices, in_features = a.shape
         is_dense = a.is_contiguous() and b.is_contiguous() and lora.rows.is_contiguous() and lora.tiles.is_contiguous()
         if lora.rows.dtype is not torch.int64 or lora.tiles.dtype is not torch.int32 or not is_dense:
@@ -42,7 +43,10 @@ def make_add_lora(library: ctypes.CDLL) -> AddLora:
             *(num_slots, max_rank, num_matrices, _array(tuple(sizes)), in_features),
             *(lora.rows.data_ptr(), len(lora.rows), lora.tiles.data_ptr(), len(lora.tiles)),
         )
-        check_status("add_lora", status)
+        if status == BAD_INDEX:
+            raise IndexError("add_lora: a row, slot or rank points outside of its table")
+        if status:
+            raise MemoryError("add_lora: no scratch memory")
 
     return add_lora
 

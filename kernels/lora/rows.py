@@ -30,7 +30,7 @@ class HostRows:
 
     rows: NDArray[np.int64]  # [k]
     segments: tuple[Segment, ...]
-    tiles: NDArray[np.int32]  # [m, 3]
+    tiles: NDArray[np.int32]  # [m, 4]
     tile_size: int
 
 
@@ -40,7 +40,7 @@ class LoraRows:
 
     rows: Tensor  # [k] i64, indices of tokens in order of their slots
     segments: tuple[Segment, ...]  # empty where they are not known in main memory: then the tiles count
-    tiles: Tensor  # [m, 3] i32: slot, first index in `rows`, number of tokens; a slot of NO_SLOT is padding
+    tiles: Tensor  # [m, 4] i32: slot, first index in `rows`, number of tokens, rank; a slot of NO_SLOT is padding
     tile_size: int  # the most tokens of a tile
 
 
@@ -66,6 +66,7 @@ def sort_rows(token_slots: NDArray[np.int64], ranks: Sequence[int], tile_size: i
     tile_size = tile_size or (SMALL_TILE if len(rows) <= _FEW_TOKENS else LARGE_TILE)
     segments, tiles = [], []
     for slot, start, count in zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        segments.append(Segment(slot, ranks[slot], start, start + count))
-        tiles += [(slot, start + at, min(tile_size, count - at)) for at in range(0, count, tile_size)]
-    return HostRows(rows, tuple(segments), np.array(tiles, np.int32).reshape(-1, 3), tile_size)
+        rank = ranks[slot]
+        segments.append(Segment(slot, rank, start, start + count))
+        tiles += [(slot, start + at, min(tile_size, count - at), rank) for at in range(0, count, tile_size)]
+    return HostRows(rows, tuple(segments), np.array(tiles, np.int32).reshape(-1, 4), tile_size)

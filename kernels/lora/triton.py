@@ -47,7 +47,7 @@ def _down_kernel(
 ):
     if DEPENDENT:
         gdc_launch_dependents()
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(0) * 4
     slot = tl.load(tile)
     if slot < 0:
         if DEPENDENT:  # a kernel that ends before the one ahead of it would let the next one start too early
@@ -59,7 +59,7 @@ def _down_kernel(
     ranks = tl.arange(0, RANKS)
     columns = tl.arange(0, STEP)
     live = lanes < tl.load(tile + 2)
-    present = ranks < MAX_RANK
+    present = ranks < tl.load(tile + 3)
     places = tl.load(tile + 1) + lanes
     tokens = tl.load(rows + places, mask=live, other=0)
     share = tl.cdiv(IN, STEP * splits) * STEP
@@ -105,7 +105,7 @@ def _up_kernel(
 ):
     if DEPENDENT:
         gdc_launch_dependents()
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(0) * 4
     slot = tl.load(tile)
     if slot < 0:
         if DEPENDENT:
@@ -122,7 +122,7 @@ def _up_kernel(
     ranks = tl.arange(0, RANKS)
     parts = tl.arange(0, SPLITS)
     live = lanes < tl.load(tile + 2)
-    present = ranks < MAX_RANK
+    present = ranks < tl.load(tile + 3)
     places = tl.load(tile + 1) + lanes
     tokens = tl.load(rows + places, mask=live, other=0)
     outputs = begin + (block - before) * BLOCK + tl.arange(0, BLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,32 @@ async def test_the_watchdog_speaks_twice_a_period_and_stops_with_the_loop(manage
     except BlockingIOError:
         pass
     assert 2 <= count <= 6
+
+
+async def test_a_loop_that_stands_still_says_nothing(manager: socket.socket) -> None:
+    task = asyncio.create_task(Notifier({"NOTIFY_SOCKET": "notify", "WATCHDOG_USEC": "20000"}).watchdog())
+    await asyncio.sleep(0.03)
+    manager.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while heard(manager):
+            pass
+    time.sleep(0.1)  # noqa: ASYNC251 - the loop hangs, other threads do not
+    with pytest.raises(BlockingIOError):
+        heard(manager)
+    await asyncio.sleep(0.03)
+    assert heard(manager) == ["WATCHDOG=1"]
+    task.cancel()
+
+
+def test_after_a_reload_the_status_of_before_comes_back(manager: socket.socket) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": "notify"})
+    notifier.status("serving m")
+    notifier.reloaded("port needs a restart")
+    notifier.reloaded()
+    assert [heard(manager) for _ in range(3)][1:] == [
+        ["READY=1", "STATUS=serving m; port needs a restart"],
+        ["READY=1", "STATUS=serving m"],
+    ]
 
 
 async def test_without_a_manager_nothing_is_sent() -> None:

@@ -101,9 +101,9 @@ def test_what_refused_drafts_left_is_written_over() -> None:
     model.propose([row([1, 2, 3], [1, 2, 3])])
     forward.slots.update({place: -1 for place in forward.slots if place >= 1 * BLOCK_SIZE + 3})
     forward.num_tokens.clear()
-    model._stored["a"].drafts[0] = 17  # as if it had said so, and 4 came in its place
-    assert model.propose([row([1, 2, 3, 4], [1, 2, 3])]) == {"a": [5, 6, 7]}
-    assert forward.num_tokens == [1, 1, 1]
+    model._stored["a"].drafts[0] = 17  # as if it had said so, and 4 came in its place; then two more without drafts
+    assert model.propose([row([1, 2, 3, 4, 5, 6], [1, 2, 3])]) == {"a": [7, 8, 9]}
+    assert forward.num_tokens == [3, 1, 1]
 
 
 def test_a_prompt_in_chunks_is_followed() -> None:

@@ -79,8 +79,9 @@ WISHES: list[dict[str, Any]] = [
     dict(logprobs=-1, prompt_logprobs=2, ignore_eos=True),
     dict(structured_output=StructuredOutput(regex="(ab|cd)+[0-9]{2}!"), logit_bias=BLANKS),
     dict(structured_output=StructuredOutput(choice=["yes, of course", "no"])),
-    dict(structured_output=StructuredOutput(regex="(x[0-9]{3}y){2,9}"), logprobs=1, min_tokens=4),
+    dict(structured_output=StructuredOutput(regex="(x123y){2,4}!"), logprobs=1, min_tokens=4),
 ]
+QUOTED = tuple(b"x123y, yes, of course")  # by grammars that leave little choice
 LIMITS: list[dict[str, Any]] = [
     dict(),
     dict(top_p=0.8),
@@ -100,7 +101,7 @@ def workload() -> list[Job]:
         if index >= len(WISHES):
             params |= dict(temperature=0.8, seed=index * 977) | next(limits)
         tail = tuple(rng.randrange(10, 250) for _ in range(rng.choice([1, 3, 7]))) * rng.choice([1, 2, 3])
-        prompt = common + tail if index % 2 else tail
+        prompt = QUOTED if "structured_output" in wish else common + tail if index % 2 else tail
         jobs.append(Job(f"job-{index}", prompt, SamplingParams(**params), joins_at_step=max(0, index - len(WISHES))))
     return jobs
 

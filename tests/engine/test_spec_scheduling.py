@@ -80,7 +80,10 @@ def make_jobs(drawn: list[tuple[int, int, list[int], int]]) -> list[Job]:
 class Watched(FakeExecutor):
     """Looks at every step for what must hold of its drafts."""
 
+    on_step: Callable[[], None]
+
     def execute_model(self, output: SchedulerOutput) -> Any:
+        self.on_step()
         for request_id, drafts in output.drafts.items():
             row = self.worker.rows[request_id] if self.worker is not None else None
             assert row is not None
@@ -142,11 +145,18 @@ def test_every_request_gets_what_it_would_get_alone(
     config = replace(config, cache=replace(config.cache, num_blocks=needed + spare_blocks))
     executor = Watched(windows=windows, next_token=NEXT_TOKEN, draft=FallibleDrafter(accuracy))
     core = EngineCore(config, executor)
+    executor.on_step = lambda: check_held(core, needed - 1)
     jobs = make_jobs(drawn)
     run = run_jobs(core, jobs)
     assert run.tokens == {job.request_id: alone(job) for job in jobs}
     check_counts(run, accuracy)
     assert core.reset_prefix_cache()
+
+
+def check_held(core: EngineCore, most: int) -> None:
+    """What the plan counts on: one request alone always finds room."""
+    for request in core._scheduler.running:
+        assert core._scheduler._kv.num_blocks_held(request.request_id) <= most
 
 
 def check_counts(run: Run, accuracy: float) -> None:
@@ -222,6 +232,17 @@ def test_nobody_is_preempted_for_a_draft(make_config: Callable[..., EngineConfig
     assert run.stats.preemptions == 0
     assert run.tokens == {job.request_id: alone(job) for job in (first, second)}
     assert drafts == any(output.drafts for output in executor.outputs)
+
+
+def test_the_plan_counts_drafts_of_layers_with_a_window(make_config: Callable[..., EngineConfig]) -> None:
+    """Also where a step computes no more than one token of a prompt."""
+    config = make_config(num_tokens=9, long_prefill_token_threshold=1)
+    executor = Watched(windows=(1,), next_token=NEXT_TOKEN, draft=FallibleDrafter(1.0))
+    core = EngineCore(config, executor)
+    step_tokens = config.scheduler.max_uncomputed_tokens
+    most = blocks_of_one(core.kv_cache_config.groups, MAX_MODEL_LEN, max_step_tokens=step_tokens)
+    executor.on_step = lambda: check_held(core, most)
+    assert run_jobs(core, [JOB]).stats.accepted[8] > 0
 
 
 def test_slots_for_making_drafts_are_reserved(make_config: Callable[..., EngineConfig]) -> None:

@@ -47,7 +47,7 @@ def workload() -> list[Job]:
 
 def run(folder: Path, **options: Any) -> tuple[dict[str, list[int]], EngineReady]:
     """A small budget and few blocks: prompts come in chunks, and some requests are preempted."""
-    fixed: dict[str, Any] = dict(dtype="float32", device="cpu", kernels="torch", num_blocks=10, block_size=8)
+    fixed: dict[str, Any] = dict(dtype="float32", device="cpu", kernels="torch", num_blocks=10, block_size=8, seed=0)
     limits: dict[str, Any] = dict(max_num_batched_tokens=24, max_num_seqs=6, max_model_len=64)
     core, ready = build_engine(EngineArgs(str(folder), **(fixed | limits | options)))
     try:

@@ -30,9 +30,9 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     a = randn(len(RANKS), max_rank, len(sizes), in_features) * in_features**-0.5
     b = randn(len(RANKS), max_rank, sum(sizes)) * 0.3
-    for slot, rank in enumerate(RANKS):
-        a[slot, rank:] = 0
-        b[slot, rank:] = 0
+    for slot, rank in enumerate(RANKS):  # what lies beyond is not read
+        a[slot, rank:] = torch.nan
+        b[slot, rank:] = torch.nan
     return a.to(dtype), b.to(dtype)
 
 
@@ -78,7 +78,7 @@ def test_padding_changes_nothing(device: torch.device, dtype: torch.dtype, randn
     """A captured step has tiles and rows that no token stands behind."""
     a, b = factors(randn, 64, (32,), dtype)
     x, y = randn(4, 64, dtype=dtype), randn(4, 32, dtype=dtype)
-    tiles = torch.tensor([[NO_SLOT, 0, 0], [1, 0, 1], [NO_SLOT, 3, 1]], dtype=torch.int32, device=device)
+    tiles = torch.tensor([[NO_SLOT] * 4, [1, 0, 1, 16], [NO_SLOT] * 4], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 0, 0, 0], device=device)
     expected = y.clone()
     lora.add_lora(expected, x, a, b, (32,), on(device, sort_rows(np.array([NO_SLOT, NO_SLOT, 1, NO_SLOT]), RANKS)))

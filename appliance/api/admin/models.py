@@ -12,6 +12,8 @@ from starlette.responses import Response
 from inferd.appliance.api.errors import ApiError, bad_request
 from inferd.appliance.api.state import AppState, state_of
 from inferd.appliance.boards.fit import FitAnswer, fit
+from inferd.appliance.chat.reasoning import format as reasoning_formats
+from inferd.appliance.chat.tools import registry as tool_formats
 from inferd.appliance.keepalive import parse_keep_alive
 from inferd.appliance.library.options import ModelOptions
 from inferd.appliance.library.records import ModelRecord
@@ -131,6 +133,8 @@ def _changed(options: ModelOptions, changes: dict[str, object]) -> ModelOptions:
         if changed.keep_alive is not None:
             parse_keep_alive(changed.keep_alive)
         SamplingParams(**changed.sampling)
+        tool_formats.format_of(None, changed.tool_parser or tool_formats.AUTO)
+        reasoning_formats.format_of(None, (), changed.reasoning_parser or reasoning_formats.AUTO)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise bad_request(f"The options are not valid: {error}.") from None
     return changed

@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from inferd.appliance.api.openai.schemas import Finish, GenerationRequest, PromptTokensDetails, Usage
+from inferd.appliance.api.openai.schemas import (
+    CompletionTokensDetails,
+    Finish,
+    GenerationRequest,
+    PromptTokensDetails,
+    Usage,
+)
 from inferd.appliance.api.openai.structured import structured_output
 from inferd.engine.errors import InvalidRequest, NotSupported
 from inferd.engine.frontend.inputs import PreparedRequest
@@ -61,12 +67,8 @@ def sampling_params(
     max_tokens: int | None,
     defaults: Mapping[str, Any],
     logprobs: int | None = None,
-    reasoning: tuple[int, int] | None = None,
 ) -> SamplingParams:
-    """What the request says wins over what the model's authors recommend. Raises `InvalidRequest`.
-
-    `reasoning` are the token ids around a block of reasoning, inside which no form is asked for.
-    """
+    """What the request says wins over what the model's authors recommend. Raises `InvalidRequest`."""
     asked = {name: value for name in _PLAIN_FIELDS if (value := getattr(ask, name)) is not None}
     if ask.stop is not None:
         asked["stop"] = [ask.stop] if isinstance(ask.stop, str) else ask.stop
@@ -78,7 +80,7 @@ def sampling_params(
         if ask.stream:
             raise InvalidRequest("prompt_logprobs needs stream: false", param="prompt_logprobs")
         check_num_logprobs("prompt_logprobs", ask.prompt_logprobs)
-    if (form := structured_output(ask, reasoning)) is not None:
+    if (form := structured_output(ask)) is not None:
         asked["structured_output"] = form
     kind = OutputKind.DELTA if ask.stream else OutputKind.FINAL_ONLY
     values = {**defaults, **asked, "n": _num_choices(ask), "logprobs": logprobs}
@@ -124,18 +126,22 @@ class UsageCount:
         self._output_tokens[index] = output.num_output_tokens
         self._cached_tokens[index] = output.num_cached_tokens
 
-    def usage(self) -> Usage:
+    def usage(self, reasoning_tokens: int | None = None) -> Usage:
+        """`reasoning_tokens` are among the output's; None where that is not told."""
         output_tokens = sum(self._output_tokens)
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=output_tokens,
             total_tokens=self._prompt_tokens + output_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
+            completion_tokens_details=(
+                msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+            ),
         )
 
 
-def warning_headers(requests: Sequence[PreparedRequest]) -> dict[str, str]:
-    warnings = dict.fromkeys(warning for request in requests for warning in request.warnings)
+def warning_headers(requests: Sequence[PreparedRequest], more: Sequence[str] = ()) -> dict[str, str]:
+    warnings = dict.fromkeys([*(warning for request in requests for warning in request.warnings), *more])
     return {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
 
 

@@ -29,14 +29,14 @@ _STRUCTURED = {
 }
 
 
-def structured_output(ask: GenerationRequest, reasoning: tuple[int, int] | None = None) -> StructuredOutput | None:
-    """`reasoning` are the token ids around a block of it, for models that begin with one. Raises `InvalidRequest`."""
+def structured_output(ask: GenerationRequest) -> StructuredOutput | None:
+    """Raises `InvalidRequest`."""
     given = _given(ask)
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} cannot be asked for together; send one", param=next(iter(given)))
     for name, form in given.items():
         with blamed_on(name):
-            return StructuredOutput(**form, reasoning=reasoning)
+            return StructuredOutput(**form)
     return None
 
 

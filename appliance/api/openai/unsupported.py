@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inferd.engine.errors import NotSupported
+from inferd.engine.errors import InvalidRequest, NotSupported
 
 _ZERO = (0,)
 _ONE = (1,)
@@ -28,8 +28,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
 }
 
 CHAT: dict[str, tuple[Any, ...]] = _BOTH | {
-    "tools": _EMPTY_LIST,
-    "tool_choice": ("none", "auto"),
     "functions": _EMPTY_LIST,
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -61,7 +59,17 @@ EMBEDDINGS: dict[str, tuple[Any, ...]] = _POOLING | {
 
 SCORES: dict[str, tuple[Any, ...]] = _POOLING
 
-TEMPLATE_OPTIONS = {"enable_thinking": bool}  # of chat_template_kwargs: variables that cannot do harm
+# Of chat_template_kwargs: variables that cannot do harm.
+TEMPLATE_OPTIONS = {"enable_thinking": bool, "thinking": bool, "reasoning_effort": str}
+EFFORTS = {
+    "none": None,
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
 
 
 def refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
@@ -74,15 +82,32 @@ def refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, tuple[Any, .
             raise NotSupported(f"{name}: {shown[:60]} is not supported; {allowed}", param=name)
 
 
-def template_options(asked: Mapping[str, Any] | None) -> dict[str, Any]:
+def template_options(asked: Mapping[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
+    """Variables of the template; those named by the client itself win over what its `reasoning_effort` stands for.
+
+    Templates know two switches for reasoning and three degrees of it, and pass over what they do not know.
+    """
     for name, value in (asked or {}).items():
         kind = TEMPLATE_OPTIONS.get(name)
         if kind is None or not isinstance(value, kind):
+            known = ", ".join(f"{option} ({_KIND_NAMES[kind]})" for option, kind in TEMPLATE_OPTIONS.items())
             raise NotSupported(
-                f"chat_template_kwargs: {name[:60]!r} is not supported; only enable_thinking (true or false) is",
+                f"chat_template_kwargs: {name[:60]!r} is not supported; there are {known}",
                 param="chat_template_kwargs",
             )
-    return dict(asked or {})
+    if effort is None:
+        return dict(asked or {})
+    if effort not in EFFORTS:
+        text = f"reasoning_effort: {effort[:40]!r} is none of {', '.join(EFFORTS)}"
+        raise InvalidRequest(text, param="reasoning_effort")
+    degree = EFFORTS[effort]
+    variables: dict[str, Any] = {"enable_thinking": degree is not None, "thinking": degree is not None}
+    if degree is not None:
+        variables["reasoning_effort"] = degree
+    return variables | dict(asked or {})
+
+
+_KIND_NAMES = {bool: "true or false", str: "a string"}
 
 
 def _same(value: Any, accepted: Any) -> bool:
