@@ -28,7 +28,7 @@ def origins_of(
             origins[key] = OPTION
         elif (name := _variable(key, parents, variables)) is not None:
             origins[key] = f"environment ({name})"
-        elif (path := next((path for path in reversed(files) if _holds(files[path], key)), None)) is not None:
+        elif (path := next((path for path in reversed(list(files)) if _holds(files[path], key)), None)) is not None:
             origins[key] = str(path)
     return origins
 

@@ -1,6 +1,6 @@
 """From a model's output to what every dialect tells of it: text, reasoning, tool calls, as typed events.
 
-`AnswerFormat` is what one model does, `AnswerPlan` what one request asks of it, `AnswerReader` reads one of its answers.
+`AnswerFormat` is what one model does, `AnswerPlan` what one request asks of it, `AnswerReader` reads one answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from inferd.appliance.chat.events import (
 )
 from inferd.appliance.chat.reasoning import format as reasoning_formats
 from inferd.appliance.chat.reasoning.format import ReasoningFormat
-from inferd.appliance.chat.tools.format import Tool, ToolFormat, ToolUse
 from inferd.appliance.chat.tools.forced import call_grammar
+from inferd.appliance.chat.tools.format import Tool, ToolFormat, ToolUse
 from inferd.appliance.chat.tools.hermes import HERMES
 from inferd.appliance.chat.tools.registry import format_of
 from inferd.engine.frontend.detokenize import make_decoder

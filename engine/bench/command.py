@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--suite",
         default="cpu",
         choices=["cpu", "gpu"],
-        help="cpu: a model of the library, on what this machine has; gpu: shapes of an 8B model, on a card; default cpu",
+        help="cpu: a model of the library, on what this machine has; gpu: shapes of an 8B model, on a card",
     )
     parser.add_argument(
         "--model", type=Path, help="a name of the library, or a model folder; the GPU suite makes its own"

@@ -35,8 +35,8 @@ class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_
     its text, with the order of keys: properties come out in that order. A `grammar` is EBNF in the GBNF notation, with
     a rule `root ::=`, or Lark with a rule `start:`. A `structural_tag` leaves text free until a trigger occurs in it:
     `{"triggers": [...], "structures": [{"begin": ..., "schema": ..., "end": ...}]}`. With a `separator` in place of the
-    triggers nothing is free: the output is one or more structures with that between them, exactly one if `once` is true,
-    all of them between `prefix` and `suffix`, which may be left out; or it is a value of `or_schema`, where that is given.
+    triggers nothing is free: the output is one or more structures with that between them, just one if `once` is true,
+    all of them between `prefix` and `suffix`, which may be left out; or it is a value of `or_schema`, if that is given.
 
     `reasoning` is the pair of token ids that open and close a block of reasoning. Inside such a block, whether the
     prompt or the output opened it, nothing is constrained except that the output may not end there.

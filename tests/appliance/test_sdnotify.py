@@ -59,13 +59,19 @@ async def test_the_watchdog_speaks_twice_a_period_and_stops_with_the_loop(manage
     assert 2 <= count <= 6
 
 
+def drain(manager: socket.socket) -> None:
+    try:
+        while heard(manager):
+            pass
+    except BlockingIOError:
+        return
+
+
 async def test_a_loop_that_stands_still_says_nothing(manager: socket.socket) -> None:
     task = asyncio.create_task(Notifier({"NOTIFY_SOCKET": "notify", "WATCHDOG_USEC": "20000"}).watchdog())
     await asyncio.sleep(0.03)
     manager.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        while heard(manager):
-            pass
+    drain(manager)
     time.sleep(0.1)  # noqa: ASYNC251 - the loop hangs, other threads do not
     with pytest.raises(BlockingIOError):
         heard(manager)

@@ -122,6 +122,7 @@ def test_phases_of_a_start_are_told_in_order_and_lines_have_one_time(
     assert "inferd is ready: it serves fresh at" in served.greeting
     (ready,) = (line for line in lines if " inferd.engine: " in line)
     assert re.search(
-        r"INFO +inferd\.engine: \[fresh\] ready after [\d.]+ s: \w+, a context of 2048 tokens, \d+ KV blocks of 4$", ready
+        r"INFO +inferd\.engine: \[fresh\] ready after [\d.]+ s: \w+, a context of 2048 tokens, \d+ KV blocks of 4$",
+        ready,
     )
     assert all(len(TIME.findall(line)) <= 1 for line in lines)

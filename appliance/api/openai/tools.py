@@ -89,7 +89,7 @@ def _chosen(choice: Mapping[str, Any]) -> tuple[str, list[str], bool]:
                 raise _wrong_choice("allowed_tools.tools is empty")
             return mode, names, False
     raise _wrong_choice(
-        f"it must be one of {', '.join(_MODES)}, or an object of the type function with a function.name, or of the type "
+        f"it must be one of {', '.join(_MODES)}, or an object of type function with a function.name, or of the type "
         "allowed_tools with a mode and tools"
     )
 

@@ -47,7 +47,8 @@ class ToolUse:
 class CallForm:
     """How a grammar makes a model write calls: `prefix`, calls with `separator` between them, `suffix`.
 
-    A call is `begin`, where {name} stands for the tool's name as JSON and {plain_name} for it as it is, its arguments as JSON, `end`. Parsers read this
+    A call is `begin`, where {name} stands for the tool's name as JSON and {plain_name} for it as it is, its arguments
+    as JSON, `end`. Parsers read this
     form beside the one that the model was trained on, where that is no JSON. `trigger` begins every call, and marks
     calls inside free text; None where nothing does.
     """

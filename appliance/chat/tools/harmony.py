@@ -1,7 +1,7 @@
 """gpt-oss harmony: an answer is several messages, each in a channel, and calls are messages to a tool.
 
-`<|channel|>analysis<|message|>` is reasoning, `final` the answer, `commentary to=functions.name` a call with JSON behind
-`<|message|>`; `commentary` to nobody is text that goes with calls. Messages end in `<|end|>`, `<|call|>` or `<|return|>`.
+`<|channel|>analysis<|message|>` is reasoning, `final` the answer, `commentary to=functions.name` a call, with JSON
+behind `<|message|>`; `commentary` to nobody is text beside calls. They end in `<|end|>`, `<|call|>` or `<|return|>`.
 """
 
 from __future__ import annotations

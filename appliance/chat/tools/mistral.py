@@ -1,6 +1,6 @@
 """Mistral: `[TOOL_CALLS]` and a list of calls in JSON, or before each call, `[TOOL_CALLS]name[ARGS]{...}`.
 
-The later form may have `[CALL_ID]` and an id behind the name. Templates refuse ids of other than nine letters and digits.
+The later form may have `[CALL_ID]` and an id behind the name. Templates want ids of nine letters and digits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: told in a system message, calls and results in the history as text."""
+"""Tools for models whose chat template knows none: told in a system message, calls and results as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, values as plain text.
+"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, values as text.
 
 The block may also hold JSON, as Hermes writes it, and `<tool_call>` may be missing.
 """
