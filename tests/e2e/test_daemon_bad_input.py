@@ -160,9 +160,6 @@ async def test_what_is_known_and_not_built(daemon: Daemon, name: str, value: Any
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("modalities", ["text", "audio"]),
         ("chat_template", "{{ x }}"),
         ("chat_template_kwargs", {"tokenize": True}),

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from inferd.engine.build import build_engine
-from inferd.engine.config import EngineArgs
+from inferd.engine.config import EngineArgs, SpeculativeArgs
 from inferd.engine.core.step import EngineCore
 from inferd.engine.messages import AddRequest, Call
 from inferd.engine.params import SamplingParams
@@ -100,6 +100,9 @@ def expected(folder: Path) -> dict[str, list[int]]:
 
 def run(folder: Path, **options: Any) -> Run:
     adapters: dict[str, Any] = dict(enable_lora=True, max_loras=3, max_lora_rank=16)
+    guesses = options.get("speculative")
+    if guesses is not None and guesses.model == BASE:
+        options["speculative"] = replace(guesses, model=str(folder / "model"))
     with engine(folder / "model", **(adapters | options)) as core:
         for name in ADAPTERS:
             call(core, "add_lora", name, str(folder / name))
@@ -107,6 +110,7 @@ def run(folder: Path, **options: Any) -> Run:
 
 
 TIGHT: dict[str, Any] = dict(num_blocks=14)
+BASE = "the model itself"
 VARIANTS: dict[str, dict[str, Any]] = {
     "all at once": {},
     "one token a step": dict(max_num_batched_tokens=1),
@@ -118,6 +122,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one place": dict(max_loras=1),
     "two places, few blocks, one step ahead": dict(max_loras=2, async_scheduling=True, **TIGHT),
     "a larger rank": dict(max_lora_rank=20),
+    "guessed by what was there before": dict(
+        speculative=SpeculativeArgs("ngram", prompt_lookup_min=1, prompt_lookup_max=2)
+    ),
+    "guessed by the model without adapters, few blocks": dict(
+        speculative=SpeculativeArgs("draft", num_speculative_tokens=2, model=BASE), max_loras=2, **TIGHT
+    ),
     "two ranks": dict(tensor_parallel_size=2),
     "two ranks, few blocks, one step ahead": dict(
         tensor_parallel_size=2, async_scheduling=True, max_loras=2, max_num_batched_tokens=16, **TIGHT
