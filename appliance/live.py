@@ -30,7 +30,8 @@ LIVE = frozenset(
         "sleep_s",
     }
 )  # each is read at the moment of use; whatever else is new waits for the next start
-NEXT_LOAD = "engine"  # this table is read whenever a model is loaded,
+AT_LOAD = frozenset({"reasoning_parser", "tool_parser"})  # read whenever a model is loaded,
+ENGINE = "engine"  # as is all of this table,
 FIXED = frozenset({"engine.device"})  # but for what decides which memory everything is counted in
 
 
@@ -101,12 +102,12 @@ def compare(current: Settings, wanted: Settings) -> Reloaded:
 def merge(current: Settings, wanted: Settings) -> Settings:
     """`current` with those values of `wanted` that can change while the daemon runs."""
     fixed = {key.partition(".")[2]: getattr(current.engine, key.partition(".")[2]) for key in FIXED}
-    changes = {key: getattr(wanted, key) for key in LIVE}
-    changes[NEXT_LOAD] = wanted.engine.model_copy(update=fixed)
+    changes = {key: getattr(wanted, key) for key in LIVE | AT_LOAD}
+    changes[ENGINE] = wanted.engine.model_copy(update=fixed)
     merged = current.model_copy(update=changes)
     taken = {key: wanted if key in LIVE or is_read_at_load(key) else current for key, _ in values_of(current)}
     return merged.with_origins({key: settings.origin_of(key) for key, settings in taken.items()})
 
 
 def is_read_at_load(key: str) -> bool:
-    return key.startswith(f"{NEXT_LOAD}.") and key not in FIXED
+    return key in AT_LOAD or (key.startswith(f"{ENGINE}.") and key not in FIXED)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Signals:
         self.hurry = asyncio.Event()
         self.exit_code = 0
         self._reload = reload
-        self._terminal = next((fd for fd in (0, 1, 2) if os.isatty(fd)), None)
+        self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_stop, 0)
         loop.add_signal_handler(signal.SIGINT, self._on_stop, 130)
@@ -37,7 +37,16 @@ class Signals:
             log.info("stopping; open requests may finish, a second signal ends them")
 
     def _on_hangup(self) -> None:
-        if self._terminal is not None and not os.isatty(self._terminal):
+        if self._terminals and not any(map(os.isatty, self._terminals)):
+            _let_go_of(self._terminals)
             self._on_stop(0)
         elif not self.asked.is_set():
             self._reload()
+
+
+def _let_go_of(terminals: Sequence[int]) -> None:
+    """What is still said goes nowhere: writing to a terminal that is closed is an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in terminals:
+        os.dup2(null, fd)
+    os.close(null)

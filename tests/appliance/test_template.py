@@ -159,7 +159,10 @@ def test_one_compiled_template_renders_again() -> None:
     assert [template.render(HELLO * n, {}) for n in (1, 2)] == ["1", "2"]
 
 
-TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"  # without it a template knows no tools
+CALLS = (  # a template that shows the calls of the history
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 
 
 def test_messages_become_plain() -> None:
@@ -233,7 +236,7 @@ def test_only_the_template_makes_special_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_in_tool_arguments_stay_text(tokenizer: Tokenizer) -> None:
-    renderer = with_template(tokenizer, TOOLS + "{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    renderer = with_template(tokenizer, CALLS)
     call = {"function": {"name": "f", "arguments": {IM_END: [IM_START]}}}
     ids = renderer.token_ids([ask(None, "assistant", tool_calls=[call])], {})
     assert not {IM_START_ID, IM_END_ID} & set(ids)
@@ -242,7 +245,7 @@ def test_special_tokens_in_tool_arguments_stay_text(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("arguments", ['{"a": 99999999999999999999}', '{"a": "\\ud800"}', "[" * 50_000 + "]" * 50_000])
 def test_arguments_that_cannot_be_passed_on_are_refused(tokenizer: Tokenizer, arguments: str) -> None:
-    renderer = with_template(tokenizer, TOOLS + "{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    renderer = with_template(tokenizer, CALLS)
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(InvalidRequest) as refused:
         renderer.token_ids([ask(None, "assistant", tool_calls=[call])], {})
