@@ -243,7 +243,7 @@ def test_special_tokens_in_tool_arguments_stay_text(tokenizer: Tokenizer) -> Non
     assert IM_END in tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 99999999999999999999}', '{"a": "\\ud800"}', "[" * 50_000 + "]" * 50_000])
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', "[" * 50_000 + "]" * 50_000])
 def test_arguments_that_cannot_be_passed_on_are_refused(tokenizer: Tokenizer, arguments: str) -> None:
     renderer = with_template(tokenizer, CALLS)
     call = {"function": {"name": "f", "arguments": arguments}}
