@@ -63,7 +63,10 @@ class LiveSettings:
 
     def reload(self) -> Reloaded:
         """Raises `SettingsError`, and then nothing has changed."""
-        wanted = self._load() if self._load is not None else self._current
+        return self.take(self._load() if self._load is not None else self._current)
+
+    def take(self, wanted: Settings) -> Reloaded:
+        """All of it that can change while the daemon runs."""
         outcome = compare(self._current, wanted)
         self._wanted = wanted
         self._current = merge(self._current, wanted)
